@@ -309,6 +309,11 @@ class ModelFields:
     scale_embeddings: bool = option(False)
     """multiply word embeddings by sqrt(hidden_size) (Gemma)"""
 
+    layer_input_size: int = option(0, check=at_least(0))
+    """channels of the input of its own that each layer reads, from a second embedding of the tokens
+    and a projection of the first (Gemma 4); 0: none
+    """
+
     embedding_l2_norm: bool = option(False)
     """normalize word embeddings by an RMSNorm without weights (nanochat)"""
 

@@ -42,6 +42,7 @@ def layer_settings(c: Settings) -> dict[str, bool]:
         "attention_k_eq_v": model.attention_k_eq_v,
         "value_l2_norm": model.value_l2_norm,
         "rotary_proportional": model.rotary_proportional,
+        "layer_input_size": model.layer_input_size > 0,
         "layer_scale": model.layer_scale,
         "use_double_wide_mlp": model.use_double_wide_mlp,
         "num_kv_shared_layers": model.num_kv_shared_layers > 0,

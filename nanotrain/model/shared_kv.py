@@ -54,7 +54,9 @@ class SharedKVAttention(HeadAttention):
         super().__init__()
         shape = ModelShape.of(model_config).for_layer(layer)
         self._set_options(model_config, shape, parallel=parallel, layer=layer)
-        (self.source,) = shape.sources(layer)
+        source = shape.key_value_source(layer)
+        assert source is not None, "a layer with keys of its own has the class Attention"
+        self.source = source
         tp = parallel.tp.group
         self.softmax_offset = params.get("softmax_offset")
         query_channels = head_channels(local_heads(shape.num_heads, tp), shape.head_dim)

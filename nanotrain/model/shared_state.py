@@ -9,7 +9,6 @@ views of it, and autograd sums the gradients of its readers into the gradient of
 """
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shape import ModelShape, Source
-from nanotrain.spec.shared_state import message_width, state_shapes
+from nanotrain.spec.shared_state import message_width, state_shapes, tensor_widths
 from nanotrain.spec.stages import StageSpec
 
 State = dict[Source, tuple[Tensor, ...]]  # by what is kept
@@ -63,26 +62,25 @@ class StageMessages:
         """
         if not self._received:
             return message, {}
-        num_tokens = batch_shape.numel()
         width = stream_width(self._sizes.shape)
-        numels = [num_tokens * width for width in self._received_widths()]
-        pieces = iter(message.split([message.numel() - sum(numels), *numels]))
+        num_hidden = batch_shape.numel() * self._sizes.outside // self._sizes.tokens
+        numels = [num_hidden * numel for numel in self._received_widths()]
+        pieces = iter(message.split([num_hidden * width, *numels]))
         hidden = next(pieces)
         state: State = {}
         for source in self._received:
             tensors = []
             for shape in state_shapes(self._sizes, source):
                 flat = next(pieces)
-                tensors.append(flat.view(*batch_shape, *shape))
+                tensors.append(flat.view(batch_shape[0], -1, *shape))
             state[source] = tuple(tensors)
         return hidden.view(batch_shape[0], -1, width), state
 
     def _received_widths(self) -> list[int]:
-        """Elements per token of the tensors of a received message."""
-        widths = []
+        """Elements per hidden state of the tensors of a received message."""
+        widths: list[int] = []
         for source in self._received:
-            for shape in state_shapes(self._sizes, source):
-                widths.append(prod(shape))
+            widths += tensor_widths(self._sizes, source)
         return widths
 
     def pack(self, hidden: Tensor, state: Mapping[Source, tuple[Tensor, ...]]) -> Tensor:

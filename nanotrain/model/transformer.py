@@ -2,7 +2,7 @@
 
     Block           x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
     HalfBlock       one of the two, in models with a hybrid layer pattern
-    ScaledBlock     a block, times a learned number
+    ExtendedBlock   a block, then an input of its own and a learned factor
     ShortcutBlock   two blocks; the experts of the first are added at the end of the second
     RESIDUAL_MODULES   all kinds of residual connections: blocks, and both ends of the streams
     Stage           the layers of one pipeline rank; without pipeline parallelism the full model
@@ -46,6 +46,7 @@ from nanotrain.model.hyper_connections import (
     SumStreams,
     WeighStreams,
 )
+from nanotrain.model.layer_inputs import LayerInputHalf, LayerInputs, layer_input_state
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import LearnedScale, build_norm
@@ -88,22 +89,36 @@ class Block(Sublayers):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
 
-class ScaledBlock(Block):
-    """A block whose hidden states are multiplied by a learned number (Gemma 4)."""
+class ExtendedBlock(Block):
+    """A block, then an input of its own and a learned factor where the model has them (Gemma 4)."""
 
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__(model_config, params, parallel=parallel, layer=layer)
-        self.layer_scale = LearnedScale(params["layer_scale.weight"])
+        self.layer_input: LayerInputHalf | None = None
+        if declared := params.submodule("layer_input"):
+            self.layer_input = LayerInputHalf(
+                model_config, declared, parallel=parallel, layer=layer
+            )
+        self.layer_scale: nn.Module = nn.Identity()
+        if "layer_scale.weight" in params:
+            self.layer_scale = LearnedScale(params["layer_scale.weight"])
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        return self.layer_scale(super().forward(x, context))
+        return self._extend(super().forward(x, context), context)
 
     def in_halves(self, x: Tensor, context: LayerContext) -> Tensor:
         """`forward` by the halves."""
-        return self.layer_scale(super().in_halves(x, context))
+        return self._extend(super().in_halves(x, context), context)
+
+    def _extend(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Add the input of the layer, and scale the hidden states."""
+        if self.layer_input is not None:
+            x = self.layer_input(x, context)
+        scaled: Tensor = self.layer_scale(x)
+        return scaled
 
 
 class ShortcutBlock(Block):
@@ -206,6 +221,9 @@ class Stage(nn.Module):
         residual = RESIDUAL_MODULES[model_config.residual_type]
         if embedding := declared.submodule("embedding"):
             self.embedding = Embedding(model_config, embedding, tensor_parallel=parallel.tp)
+        self.layer_inputs: LayerInputs | None = None
+        if inputs := declared.submodule("layer_inputs"):
+            self.layer_inputs = LayerInputs(model_config, inputs, tensor_parallel=parallel.tp)
         self.enter_streams = residual.enter(model_config)
         self.drop_embedded = HiddenDropout(
             model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp
@@ -349,6 +367,9 @@ class Stage(nn.Module):
             assert self.embedding is not None, "the first stage has the embedding"
             embedded = self.embedding(context.batch.tokens, context.batch.position_ids)
             hidden = self.enter_streams(self.drop_embedded(embedded, dropout))
+            if self.layer_inputs is not None:
+                inputs = self.layer_inputs(context.batch.tokens, embedded)
+                state = layer_input_state(inputs)
         assert hidden is not None, (
             "a stage without the embedding needs the hidden states of the previous stage"
         )
@@ -412,7 +433,7 @@ def build_stage(
 RESIDUAL_MODULES: dict[str, ResidualModules] = {
     "plain": ResidualModules(build_plain_block),
     "shortcut": ResidualModules(ShortcutBlock),
-    "layer_scale": ResidualModules(ScaledBlock),
+    "extended": ResidualModules(ExtendedBlock),
     "parallel": ResidualModules(ParallelBlock),
     "gated": ResidualModules(GatedBlock),
     "hyper_connections": ResidualModules(

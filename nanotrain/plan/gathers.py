@@ -28,7 +28,7 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     lookups = range(1) if has_lookup else range(0)
     groups = []
     if plan.config.memory.recompute_granularity == "full":
-        num_before = 1 if spec.has_embedding else 0  # modules before the layers
+        num_before = len(_modules_before_layers(stage))
         for group in recomputed_groups(plan.config, len(spec.layers)):
             groups.append(range(group.start + num_before, group.stop + num_before))
     kinds = [action.kind for action in plan.train_schedule.actions if action.stage == spec.index]
@@ -71,12 +71,20 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
 
 def module_names(stage: StagePlan) -> list[str]:
     """FSDP units of the modules of a stage, in forward order."""
-    names = ["embedding"] if stage.spec.has_embedding else []
+    names = _modules_before_layers(stage)
     names += [f"layers.{layer}" for layer in stage.spec.layers]
     if stage.spec.has_head:
         names.append("head")
     names += [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
     return names
+
+
+def _modules_before_layers(stage: StagePlan) -> list[str]:
+    """The embedding, and the inputs of layers where the model has them."""
+    if not stage.spec.has_embedding:
+        return []
+    has_inputs = any(param.spec.unit == "layer_inputs" for param in stage.params)
+    return ["embedding", "layer_inputs"] if has_inputs else ["embedding"]
 
 
 def step_gathers(

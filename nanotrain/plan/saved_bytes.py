@@ -27,6 +27,7 @@ from nanotrain.spec.kinds.block import (
     head_operators,
     mtp_operators,
 )
+from nanotrain.spec.layer_inputs import input_operators
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operator
 from nanotrain.spec.residuals import stream_width
@@ -147,6 +148,8 @@ class SavedBytes:
         ends = saved_bytes(embedding_operators(self.sizes)) if spec.has_embedding else 0
         ends += self.head() if spec.has_head else 0
         received = shared_bytes(self.sizes, self.shape.carried(spec.first_layer))
+        if spec.has_embedding:
+            received += saved_bytes(input_operators(self.sizes))
         blocks = self.blocks(spec.layers)
         further = self._mtp_layers() if spec.has_head else BlockBytes(0, 0, 0)
         return StageBytes(

@@ -27,6 +27,7 @@ from nanotrain.spec.kinds.block import (
     head_operators,
     mtp_operators,
 )
+from nanotrain.spec.layer_inputs import input_operators
 from nanotrain.spec.parameters import declare_stage, layer
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
@@ -199,8 +200,10 @@ class Stages:
         """A module; a tied head has no parameters if the stage has the embedding."""
         num_layers = self.sizes.shape.num_layers
         if name == "embedding":
-            parts = self.times.parts(embedding_operators(self.sizes))
-            return Unit(parts, self._end_numel({"embedding"}, is_first=True), recomputed=[])
+            operators = embedding_operators(self.sizes) + input_operators(self.sizes)
+            parts = self.times.parts(operators)
+            numel = self._end_numel({"embedding", "layer_inputs"}, is_first=True)
+            return Unit(parts, numel, recomputed=[])
         if name == "head":
             names = {"final_norm", "head"} if has_embedding else {"final_norm", "head", "embedding"}
             parts = self.times.parts(head_operators(self.sizes))

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm
 from nanotrain.spec.kinds.block import sublayers
+from nanotrain.spec.layer_inputs import declare_inputs
 from nanotrain.spec.residuals import RESIDUALS
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
@@ -30,6 +31,8 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     if stage.has_embedding or (stage.has_head and declare.shape.has_embedding_at_end):
         word = embedding(declare, has_positions=stage.has_embedding)
         specs += _in_unit("embedding", word)
+    if stage.has_embedding and declare.shape.layer_input_size:
+        specs += _in_unit("layer_inputs", declare_inputs(declare))
     specs += _layers(declare, stage)
     if stage.has_head:
         specs += _head_and_mtp(declare)

@@ -28,10 +28,15 @@ class Chunks(NamedTuple):
 
 
 class Source(NamedTuple):
-    """State that a layer keeps for later layers."""
+    """State that a layer, or the embedding, keeps for later layers."""
 
     kind: str  # row of `SHARED` in spec/shared_state.py
-    layer: int  # index in the model of the layer that keeps it
+    layer: int  # index in the model of the layer that keeps it, or for which the embedding does
+    is_embedded: bool = False  # kept by the embedding
+
+    def is_before(self, layer: int) -> bool:
+        """Whether it is kept before a layer runs."""
+        return self.is_embedded or self.layer < layer
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class ModelShape:
     attention_output_gate_per_head: bool = False  # one for all channels of a head
     rotary_dim: int = 0  # channels of a head with rotary positions
     has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
+    layer_input_size: int = 0  # channels of the input of its own that each layer reads
     embedding_l2_norm: bool = False  # word embeddings are normalized
     # gated activations: the number added to the linear part, and the bound of gate and linear part
     glu_linear_offset: float = 0.0
@@ -188,7 +194,8 @@ class ModelShape:
         """The kind of residual connections of a layer, by its index in the model."""
         if len(self.blocks(layer)) > 1:
             return "shortcut"
-        return "layer_scale" if self.layer_scale else self.residual_type
+        is_extended = self.layer_scale or self.layer_input_size > 0
+        return "extended" if is_extended else self.residual_type
 
     def for_layer(self, layer: int) -> Self:
         """The shape with the heads, sinks and norms of heads of a layer, by its index in the
@@ -232,19 +239,33 @@ class ModelShape:
 
     def sources(self, layer: int) -> tuple[Source, ...]:
         """The state of earlier layers that a layer reads, by its index in the model."""
+        sources: list[Source] = []
+        key_value = self.key_value_source(layer)
+        if key_value is not None:
+            sources.append(key_value)
+        if self.layer_input_size:
+            sources.append(Source("layer_input", layer, is_embedded=True))
+        return tuple(sources)
+
+    def key_value_source(self, layer: int) -> Source | None:
+        """The keys and values of an earlier layer that a layer reads."""
         source = self.kv_sources[layer] if layer < len(self.kv_sources) else None
-        return () if source is None else (Source("key_value", source),)
+        return None if source is None else Source("key_value", source)
 
     def kept(self, layer: int) -> tuple[Source, ...]:
         """The state that a layer, by its index in the model, keeps for later layers."""
-        return tuple(source for source in self._last_reader if source.layer == layer)
+        return tuple(
+            source
+            for source in self._last_reader
+            if source.layer == layer and not source.is_embedded
+        )
 
     def carried(self, first_layer: int) -> tuple[Source, ...]:
         """The state of layers before `first_layer` that layers from it on read."""
         return tuple(
             source
             for source, last_reader in self._last_reader.items()
-            if source.layer < first_layer <= last_reader
+            if source.is_before(first_layer) and 0 < first_layer <= last_reader
         )
 
     @cached_property

@@ -1,8 +1,8 @@
 """State that a layer keeps for later layers: pure, without torch.
 
     SHARED          one row per kind of state: the shapes of its tensors
-    shared_width    elements per token of some state, on one rank
-    message_width   elements per token of a message between two pipeline stages
+    shared_width    elements per hidden state of some state, on one rank
+    message_width   elements per hidden state of a message between two pipeline stages
 
 Which layer keeps and which reads what is in `ModelShape`: `sources`, `kept` and `carried`. Between
 two stages the state that a later stage reads is sent along with the hidden states, as one flat
@@ -26,6 +26,8 @@ class SharedState:
 
     # the trailing dims of its tensors [B, S, ...] on one rank, with the sizes of the layer
     shapes: Callable[[LayerSizes], Shapes]
+    # [B, S/tp, ...] with sequence parallelism, as hidden states
+    is_outside: bool = False
 
 
 def key_value_shapes(s: LayerSizes) -> Shapes:
@@ -34,7 +36,15 @@ def key_value_shapes(s: LayerSizes) -> Shapes:
     return (groups, s.shape.head_dim), (groups, s.shape.value_head_dim)
 
 
-SHARED: dict[str, SharedState] = {"key_value": SharedState(key_value_shapes)}
+def layer_input_shapes(s: LayerSizes) -> Shapes:
+    """The input of a layer of its own."""
+    return ((s.shape.layer_input_size,),)
+
+
+SHARED: dict[str, SharedState] = {
+    "key_value": SharedState(key_value_shapes),
+    "layer_input": SharedState(layer_input_shapes, is_outside=True),
+}
 
 
 def state_shapes(s: LayerSizes, source: Source) -> Shapes:
@@ -42,26 +52,33 @@ def state_shapes(s: LayerSizes, source: Source) -> Shapes:
     return SHARED[source.kind].shapes(s.at(source.layer))
 
 
+def tensor_widths(s: LayerSizes, source: Source) -> list[int]:
+    """Elements per hidden state of the rank of every tensor that a layer keeps.
+
+    With sequence parallelism a rank has one hidden state for every tp tokens.
+    """
+    tokens_per_hidden = s.tokens // s.outside
+    if SHARED[source.kind].is_outside:
+        tokens_per_hidden = 1
+    shapes = state_shapes(s, source)
+    return [tokens_per_hidden * prod(shape) for shape in shapes]
+
+
 def shared_width(s: LayerSizes, sources: Iterable[Source]) -> int:
-    """Elements per token of the rank of some state."""
+    """Elements per hidden state of the rank of some state."""
     width = 0
     for source in sources:
-        for shape in state_shapes(s, source):
-            width += prod(shape)
+        width += sum(tensor_widths(s, source))
     return width
 
 
 def shared_bytes(s: LayerSizes, sources: Iterable[Source]) -> int:
     """Bytes of a microbatch of some state on the rank."""
-    return s.tokens * shared_width(s, sources) * s.itemsize
+    return s.outside * shared_width(s, sources) * s.itemsize
 
 
 def message_width(s: LayerSizes, first_layer: int) -> int:
-    """Elements per hidden state of the message to the stage that begins with a layer.
-
-    With sequence parallelism a rank has one hidden state for every tp tokens.
-    """
-    tokens_per_hidden = s.tokens // s.outside
+    """Elements per hidden state of the message to the stage that begins with a layer."""
     sources = s.shape.carried(first_layer)
     carried = shared_width(s, sources)
-    return stream_width(s.shape) + tokens_per_hidden * carried
+    return stream_width(s.shape) + carried

@@ -45,7 +45,13 @@ MODELS = {
         sinks_in_windows_only=True,
     ),
     "shared keys": replace(
-        QWEN3, num_layers=5, window_size=3, window_attn_skip_freq="2", num_kv_shared_layers=3
+        QWEN3,
+        num_layers=5,
+        window_size=3,
+        window_attn_skip_freq="2",
+        num_kv_shared_layers=3,
+        attention_k_eq_v=True,
+        layer_input_size=6,
     ),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "shortcuts": replace(

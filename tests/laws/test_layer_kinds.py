@@ -100,6 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_proportional": True,
         "rotary_percent": 0.5,
         "layer_scale": True,
+        "layer_input_size": 6,
         "use_double_wide_mlp": True,
         "qk_layernorm": True,
         "attention_output_gate": True,

@@ -18,6 +18,7 @@ MODEL = replace(
     window_size=3,
     window_attn_skip_freq="2",
     num_kv_shared_layers=3,
+    layer_input_size=6,
     untie_embeddings_and_output_weights=True,
 )
 
@@ -54,10 +55,10 @@ def test_stages_of_any_lengths_are_the_model(lengths: tuple[int, ...]) -> None:
 
 def test_a_message_without_state_is_the_hidden_states() -> None:
     specs = stages_of_lengths((2, 3))
-    plain = build(replace(MODEL, num_kv_shared_layers=0), spec=specs[0])
+    plain = build(replace(MODEL, num_kv_shared_layers=0, layer_input_size=0), spec=specs[0])
     hidden = torch.randn(2, 9, 32)
     assert plain.messages.pack(hidden, {}) is hidden
     assert plain.messages.widths == (32, 32)
-    # keys and values of two heads of 16 channels, with a window and without
-    assert build(MODEL, spec=specs[0]).messages.widths == (32, 32 + 2 * 2 * 2 * 16)
+    # keys and values of two heads of 16 channels, with a window and without; inputs of three layers
+    assert build(MODEL, spec=specs[0]).messages.widths == (32, 32 + 2 * 2 * 2 * 16 + 3 * 6)
     assert ModelShape.of(MODEL).carried(5) == ()

@@ -73,6 +73,7 @@ MODELS = {
     "narrow values": f"{LLAMA} --value-channels 8",
     "shared keys": f"{LLAMA} --num-layers 2 --num-kv-shared-layers 1 --qk-layernorm",
     "values are keys": f"{LLAMA} --qk-layernorm --attention-k-eq-v --value-l2-norm --layer-scale",
+    "inputs of layers": f"{LLAMA} --layer-input-size 8 --activation geglu_tanh",
     "values with a norm": f"{LLAMA} --qk-layernorm --value-l2-norm",
     "math": f"{LLAMA} --attention-backend unfused",
     "output gate": f"{LLAMA} --attention-output-gate",

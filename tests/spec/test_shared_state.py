@@ -81,3 +81,14 @@ def test_layers_of_linear_attention_are_no_source() -> None:
     )
     assert hybrid.kv_sources == (None, None, None, 1)
     assert hybrid.mixers == ("short_conv", "attention", "short_conv", "shared_kv")
+
+
+def test_inputs_of_layers_are_sent_to_the_stages_that_read_them() -> None:
+    shape = ModelShape.of(replace(MODEL, num_kv_shared_layers=0, layer_input_size=6))
+    assert [source.layer for source in shape.carried(3)] == [3, 4]
+    assert shape.carried(0) == shape.carried(5) == ()
+    assert shape.kept(3) == ()
+    # every tp rank has those of its hidden states
+    sizes = replace(LayerSizes.for_model(shape, seq_length=16), tp=2, sequence_parallel=True)
+    assert message_width(sizes, 3) == 32 + 2 * 6
+    assert shared_bytes(sizes, shape.carried(3)) == 8 * 2 * 6 * sizes.itemsize

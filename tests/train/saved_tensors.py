@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext
+from nanotrain.model.layer_inputs import layer_input_state
 from nanotrain.model.transformer import Stage
 from nanotrain.plan.memory_plan import peak_of, train_schedule
 from nanotrain.plan.plan import Plan, plan_run
@@ -151,6 +153,10 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )
+    if stage.layer_inputs is not None:
+        sizes = (plan.shape.num_layers, plan.shape.layer_input_size)
+        inputs = torch.randn(*hidden.shape[:2], *sizes, dtype=dtype, generator=generator)
+        layer_context.state.update(layer_input_state(inputs.requires_grad_()))
     return Microbatch(plan, stage, hidden, layer_context)
 
 
@@ -159,6 +165,7 @@ def kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     case = microbatch(ctx, config)
     rotary = case.context.full.rotary
     shared = [] if rotary is None else [rotary.cos, rotary.sin]
+    shared += chain.from_iterable(case.context.state.values())  # inputs of layers
     saved = SavedTensors([*case.stage.parameters(), *shared])
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         out = case.stage.layers["0"](case.hidden, case.context)
@@ -174,7 +181,7 @@ def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
 
     def forward() -> Tensor:
         hidden = case.hidden + 0
-        context = replace(case.context, state={})
+        context = replace(case.context, state=dict(case.context.state))
         for function in case.stage.layer_functions:
             hidden = function(hidden, context)
         return hidden

@@ -32,6 +32,7 @@ MODEL: Rules = (
     model.check_multipliers,
     heads.check_window_heads,
     heads.check_heads_of_kinds,
+    heads.check_layer_inputs,
     heads.check_layer_scale,
     model.check_values_and_norms,
     heads.check_shared_keys,

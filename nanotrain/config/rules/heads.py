@@ -129,6 +129,34 @@ def check_heads_of_kinds(c: Settings) -> Errors:
         )
 
 
+def check_layer_inputs(c: Settings) -> Errors:
+    """Inputs of its own for each layer."""
+    model = c.model
+    if not model.layer_input_size:
+        return
+    what = f"layer_input_size {model.layer_input_size}"
+    has_halves = model.hybrid_layer_pattern is not None
+    has_shortcuts = c.has_experts and c.moe.shortcut
+    if has_halves or has_shortcuts or model.residual_type != "plain":
+        yield ConfigError(
+            f"{what} with hybrid_layer_pattern, moe_shortcut or another residual_type",
+            why="the input of a layer follows one attention and one MLP",
+            fix="leave --layer-input-size out",
+        )
+    if c.mtp.num_layers:
+        yield ConfigError(
+            f"{what} with mtp_num_layers {c.mtp.num_layers}",
+            why="only layers of the model have inputs of their own",
+            fix="leave --layer-input-size or --mtp-num-layers out",
+        )
+    if model.activation == "xielu":
+        yield ConfigError(
+            f"{what} with activation xielu",
+            why="its weights are those of dense MLPs, and the gate of an input has none",
+            fix="choose another --activation or leave --layer-input-size out",
+        )
+
+
 def check_layer_scale(c: Settings) -> Errors:
     """The factor of hidden states after a layer."""
     model = c.model

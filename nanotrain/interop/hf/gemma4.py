@@ -31,8 +31,9 @@ def _read_heads(raw: Raw) -> Values:
         pass_over(raw, "use_double_wide_mlp")
     if not raw["enable_moe_block"]:
         pass_over(raw, "num_experts", "top_k_experts", "moe_intermediate_size")
-    if not raw["hidden_size_per_layer_input"]:
-        pass_over(raw, "vocab_size_per_layer_input")
+    num_rows = raw["vocab_size_per_layer_input"]
+    if raw["hidden_size_per_layer_input"] and num_rows != raw["vocab_size"]:
+        reject("vocab_size_per_layer_input", num_rows, instead=f"vocab_size, {raw['vocab_size']},")
     head_dim = raw["head_dim"]
     groups = raw["num_key_value_heads"]
     values: Values = {
@@ -56,6 +57,7 @@ def _write_heads(model_config: ModelConfig) -> Values:
         "per_layer_config": {layer: heads for layer, has_window in windows if not has_window},
         "global_head_dim": shape.head_dim,
         "num_global_key_value_heads": shape.query_groups,
+        "vocab_size_per_layer_input": model_config.vocab_size,
     }
 
 

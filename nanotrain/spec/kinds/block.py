@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from nanotrain.spec.kinds import MIXERS, MLPS
+from nanotrain.spec.layer_inputs import input_operators
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Lookup, Loss, Operator, Operators, Product, Saved
 from nanotrain.spec.residuals import RESIDUALS
@@ -96,7 +97,7 @@ def mtp_operators(s: LayerSizes, layer: int) -> Operators:
 
 def model_operators(s: LayerSizes) -> Operators:
     """The operators of a model on one pipeline rank."""
-    operators = embedding_operators(s)
+    operators = embedding_operators(s) + input_operators(s)
     for layer in range(s.shape.num_layers):
         operators += block_operators(s, layer)
     operators += head_operators(s)

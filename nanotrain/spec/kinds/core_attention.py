@@ -70,7 +70,8 @@ def is_shared(s: LayerSizes) -> bool:
 
     They count once: where they are computed, or received from another stage.
     """
-    return bool(s.shape.kept(s.layer) or s.shape.sources(s.layer))
+    reads = s.shape.key_value_source(s.layer) is not None
+    return reads or bool(s.shape.kept(s.layer))
 
 
 def _saves_shared(s: LayerSizes, *, heads: int, groups: int) -> bool:

@@ -13,7 +13,7 @@ from nanotrain.spec.shape import ModelShape
 RESIDUALS: dict[str, ResidualKind] = {
     "plain": ResidualKind(plain.declare_plain, plain.operators),
     "shortcut": ResidualKind(plain.declare_shortcut, plain.operators),
-    "layer_scale": ResidualKind(plain.declare_scaled, plain.scaled_operators),
+    "extended": ResidualKind(plain.declare_extended, plain.extended_operators),
     "parallel": ResidualKind(parallel.declare_parallel, parallel.operators),
     "gated": ResidualKind(gated.declare_gated, gated.operators),
     "hyper_connections": ResidualKind(

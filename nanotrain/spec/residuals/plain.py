@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
+from nanotrain.spec.layer_inputs import declare_half, half_operators
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.operators import Operators, Saved
 from nanotrain.spec.residuals.residual import Sublayer, addition, in_residual, with_norms
@@ -24,18 +25,26 @@ def declare_shortcut(declare: Declaration, sublayers: Sequence[Sublayer], *, ind
     return first + nest("second", second)
 
 
-def declare_scaled(declare: Declaration, sublayers: Sequence[Sublayer], *, index: int) -> Specs:
-    """A block, and the learned factor of its output (Gemma 4)."""
-    scale = summed([declare.vector("weight", 1, value=1.0)], declare.sequence_axes)
+def declare_extended(declare: Declaration, sublayers: Sequence[Sublayer], *, index: int) -> Specs:
+    """A block, an input of its own and the learned factor of its output (Gemma 4)."""
     specs = declare_plain(declare, sublayers, index=index)
-    return specs + nest("layer_scale", grouped("norms", scale))
+    if declare.shape.layer_input_size:
+        specs += nest("layer_input", declare_half(declare))
+    if declare.shape.layer_scale:
+        scale = summed([declare.vector("weight", 1, value=1.0)], declare.sequence_axes)
+        specs += nest("layer_scale", grouped("norms", scale))
+    return specs
 
 
-def scaled_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
-    """The sublayers, and the product with the factor."""
-    saved = Saved(s.outside * s.width)  # for the gradient of the factor
-    scale = replace(addition(s), name="layer_scale", saves=(saved,))
-    return [*operators(s, sublayers), scale]
+def extended_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
+    """The sublayers, the input of the layer, and the product with the factor."""
+    extended = operators(s, sublayers)
+    if s.shape.layer_input_size:
+        extended += half_operators(s)
+    if s.shape.layer_scale:
+        saved = Saved(s.outside * s.width)  # for the gradient of the factor
+        extended.append(replace(addition(s), name="layer_scale", saves=(saved,)))
+    return extended
 
 
 def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:

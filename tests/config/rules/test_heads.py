@@ -23,6 +23,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (WINDOWS | KEYS | {"window_attn_skip_freq": "0"}, "every layer has a window"),
     (KEYS | {"value_channels": 64}, ""),
     (KEYS | {"value_channels": 32}, "values that are keys have 64 channels"),
+    ({"layer_input_size": 8}, ""),
+    ({"layer_input_size": 8, "mtp_num_layers": 1}, "layer_input_size 8 with mtp_num_layers"),
+    ({"layer_input_size": 8, "activation": "xielu"}, "layer_input_size 8 with activation xielu"),
+    ({"layer_input_size": 8, "hybrid_layer_pattern": "*-*-"}, "layer_input_size 8 with hybrid"),
     ({"layer_scale": True}, ""),
     ({"layer_scale": True, "hybrid_layer_pattern": "*-*-"}, "layer_scale with"),
 ]

@@ -196,6 +196,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | GEMMA4
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False},
     ),
+    "gemma4-inputs": (
+        "Gemma4",
+        LLAMA_SHAPE
+        | GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (
         "Gemma3",

@@ -59,7 +59,10 @@ PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block"),
-    ({"hidden_size_per_layer_input": 64}, "hidden_size_per_layer_input"),
+    (
+        {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1000},
+        "vocab_size_per_layer_input",
+    ),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     (
         {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
