@@ -210,6 +210,11 @@ class MoEConfig:
     shared_expert_intermediate_size: int | None = option(None, check=at_least(1))
     """inner width of the shared expert; unset: no shared expert"""
 
+    separate_norms: bool = option(False)
+    """the shared expert and the routed experts have norms of their inputs and outputs of their own,
+    and the router a learned vector on its input and a learned factor per expert (Gemma 4)
+    """
+
     shared_expert_gate: bool = option(False)
     """multiply the output of the shared expert by the sigmoid of a learned projection of the token
     """

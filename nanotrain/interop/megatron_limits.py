@@ -71,6 +71,7 @@ def other_settings(c: Settings) -> dict[str, bool]:
         and moe.router_score_function == "softmax",
         "rotary_base_local": model.rotary_base_local is not None,
         "moe_num_zero_experts": moe.num_zero_experts > 0,
+        "moe_separate_norms": moe.separate_norms,
         "moe_shortcut": moe.shortcut,
         "moe_latent_size": moe.latent_size is not None,
         "embedding_multiplier": model.embedding_multiplier != 1,

@@ -27,6 +27,7 @@ from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.kernels.linear import Linear
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
@@ -68,7 +69,7 @@ class MoELayer(nn.Module):
         self._num_experts = moe.num_experts
         self.has_zero_experts = moe.num_zero_experts > 0
         self.weights_inputs = moe.apply_probs_on_input
-        self.router = Router(moe, params, parallel=parallel)
+        self.router = Router(moe, params, parallel=parallel, norm_epsilon=model_config.norm_epsilon)
         options = replace(
             parallel.dispatch,
             may_drop=moe.may_drop,
@@ -94,6 +95,12 @@ class MoELayer(nn.Module):
         self.shared_gate: Linear | None = None
         if "shared_gate.weight" in params:
             self.shared_gate = Linear(params["shared_gate.weight"], None)
+        # the identity where none is declared
+        own_norm = partial(build_own_norm, model_config)
+        self.shared_norm = own_norm(params.submodule("shared_norm"))
+        self.shared_post_norm = own_norm(params.submodule("shared_post_norm"))
+        self.input_norm = own_norm(params.submodule("input_norm"))
+        self.output_norm = own_norm(params.submodule("output_norm"))
         self.dropout = dropout
 
     @eager
@@ -103,11 +110,11 @@ class MoELayer(nn.Module):
         if self.shared is None:
             return self.dropout(finish(), context.dropout)
         # while the tokens are sent
-        shared = self.shared(hidden, context)
+        shared = self.shared_post_norm(self.shared(self.shared_norm(hidden), context))
         if self.shared_gate is not None:
             # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        return self.dropout(finish() + shared, context.dropout)
+        return self.dropout(self.output_norm(finish()) + shared, context.dropout)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def start(self, hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:
@@ -118,7 +125,7 @@ class MoELayer(nn.Module):
         """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.route(local, context)
-        tokens = self.fc1_latent_proj(local).flatten(0, 1)
+        tokens = self.fc1_latent_proj(self.input_norm(local)).flatten(0, 1)
         if self.weights_inputs:
             # top-1 routing: a token is scaled before it is sent to its one expert
             tokens = (tokens * routing.topk_weights).to(tokens.dtype)
@@ -149,6 +156,11 @@ class MoELayer(nn.Module):
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
+
+
+def build_own_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
+    """A norm of the shared expert or of the routed experts; the identity where none is declared."""
+    return build_norm(model_config, params) if params else nn.Identity()
 
 
 def _build_latent_projection(

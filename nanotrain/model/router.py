@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
@@ -48,6 +48,7 @@ from nanotrain.config.model import MoEConfig
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.kernels.router_logits import router_logits
 from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
@@ -76,7 +77,9 @@ class Router(StatefulModule):
     Args:
         moe: number of experts, scores, losses and capacity.
         params: parameters of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits
-            where declared.
+            where declared; router.scale [H] of its normalized input and router.expert_scale [E] of
+            the weights.
+        norm_epsilon: epsilon of the norm of its input.
         parallel: ranks that share a sequence; ranks with different samples, for global_aux_loss;
             recomputation, as a recomputed forward counts nothing.
 
@@ -88,9 +91,21 @@ class Router(StatefulModule):
 
     expert_bias: Tensor | None
 
-    def __init__(self, moe: MoEConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+    def __init__(
+        self,
+        moe: MoEConfig,
+        params: Parameters,
+        *,
+        parallel: ModelParallel,
+        norm_epsilon: float = 1e-6,
+    ) -> None:
         super().__init__()
         self.weight, self.bias = params.linear("router")
+        self.scale = params.get("router.scale")
+        self.expert_scale = params.get("router.expert_scale")
+        self.norm: nn.Module = nn.Identity()
+        if self.scale is not None:
+            self.norm = RMSNorm(None, eps=norm_epsilon)
         self.moe = moe
         self.num_experts = len(self.weight)
         self.sequence = parallel.sequence
@@ -114,6 +129,8 @@ class Router(StatefulModule):
         Returns:
             the routing of the B * S tokens.
         """
+        if self.scale is not None:
+            hidden = self.norm(hidden) * (self.scale * hidden.shape[-1] ** -0.5)
         logits = router_logits(hidden, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.float()
@@ -200,6 +217,8 @@ class Router(StatefulModule):
                 weights = logits.gather(-1, topk_ids).softmax(dim=-1)
         elif self.moe.router_topk > 1:
             weights = normalize(weights, self.moe.router_norm_epsilon)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[topk_ids]
         return weights * self.moe.router_topk_scaling_factor
 
     def _attach_losses(

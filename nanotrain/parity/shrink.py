@@ -238,7 +238,7 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         moe = _shrink_moe(model, moe, num_layers=num_layers)
     pattern = partial(shrink_pattern, num_layers=num_layers)
     is_linear = tuple(mixer == model.linear_attention_type for mixer in model.mixers)
-    return replace(
+    smaller = replace(
         model,
         num_layers=num_layers,
         window_size=window_size,
@@ -252,7 +252,26 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=_vocabulary_multiple(config),
         moe=moe,
+        num_kv_shared_layers=min(model.num_kv_shared_layers, num_layers - 1),
     )
+    return with_sources(smaller)
+
+
+def with_sources(model: ModelConfig) -> ModelConfig:
+    """The model without layers that read keys of earlier layers and have none to read from.
+
+    >>> with_sources(ModelConfig(num_layers=4, num_kv_shared_layers=3)).num_kv_shared_layers
+    3
+    >>> model = ModelConfig(num_layers=4, window_size=2, window_attn_skip_freq="2")
+    >>> with_sources(replace(model, num_kv_shared_layers=3)).num_kv_shared_layers
+    2
+    """
+    while model.num_kv_shared_layers > 0:
+        first = model.num_layers - model.num_kv_shared_layers
+        if all(layer < first for layer in model.unshared_layers):
+            return model
+        model = replace(model, num_kv_shared_layers=model.num_kv_shared_layers - 1)
+    return replace(model, use_double_wide_mlp=False)
 
 
 def _vocabulary_multiple(config: Config) -> int:

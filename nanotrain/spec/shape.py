@@ -277,6 +277,11 @@ class ModelShape:
                 last[source] = layer
         return last
 
+    @property
+    def has_separate_norms(self) -> bool:
+        """Whether experts have norms of their inputs in place of the norm in front of an MLP."""
+        return self.moe is not None and self.moe.separate_norms
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""
         return self.kinds(layer)[1] == "moe"

@@ -90,6 +90,34 @@ def check_zero_experts(c: Settings) -> Errors:
         )
 
 
+def check_separate_norms(c: Settings) -> Errors:
+    """Norms of shared and routed experts of their own."""
+    if not c.moe.separate_norms:
+        return
+    if c.moe.shared_expert_intermediate_size is None:
+        yield ConfigError(
+            "moe_separate_norms is set and moe_shared_expert_intermediate_size is unset",
+            why="the shared expert and the routed experts have norms of their own",
+            fix="set --moe-shared-expert-intermediate-size or leave --moe-separate-norms out",
+        )
+    if c.model.norm_placement != "sandwich" or c.model.normalization == "L2Norm":
+        yield ConfigError(
+            f"moe_separate_norms with norm_placement {c.model.norm_placement} and normalization "
+            f"{c.model.normalization}",
+            why="the sum of both outputs has a norm with weights too",
+            fix="set --norm-placement sandwich and --normalization RMSNorm, or leave "
+            "--moe-separate-norms out",
+        )
+    has_others = c.moe.shortcut or c.moe.latent_size is not None or c.moe.apply_probs_on_input
+    if has_others or c.model.residual_type != "plain":
+        yield ConfigError(
+            "moe_separate_norms with moe_shortcut, moe_latent_size, moe_apply_probs_on_input or "
+            "another residual_type",
+            why="they read the inputs of experts without norms of their own",
+            fix="leave --moe-separate-norms out",
+        )
+
+
 def check_shortcut(c: Settings) -> Errors:
     """Errors for a shortcut layer whose shared expert or norms do not fit."""
     if not c.moe.shortcut:

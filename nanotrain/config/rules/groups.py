@@ -54,6 +54,7 @@ MODEL: Rules = (
     experts.check_expert_layers,
     experts.check_number_of_experts,
     experts.check_zero_experts,
+    experts.check_separate_norms,
     experts.check_shortcut,
     experts.check_shortcut_layers,
     experts.check_balancing_losses,

@@ -1,6 +1,7 @@
 """Entries of config.json about Gemma 4, as parts (parts.py).
 
 gemma4_heads   widths and numbers of heads, in layers with a window and in the others
+gemma4_experts experts beside a dense MLP
 gemma4_rope    rotary positions: all channels in windows, a share of the pairs in the others
 """
 
@@ -29,8 +30,6 @@ def _read_heads(raw: Raw) -> Values:
         reject("per_layer_config", heads, instead="head_dim and num_key_value_heads")
     if raw["num_kv_shared_layers"] == 0:
         pass_over(raw, "use_double_wide_mlp")
-    if not raw["enable_moe_block"]:
-        pass_over(raw, "num_experts", "top_k_experts", "moe_intermediate_size")
     num_rows = raw["vocab_size_per_layer_input"]
     if raw["hidden_size_per_layer_input"] and num_rows != raw["vocab_size"]:
         reject("vocab_size_per_layer_input", num_rows, instead=f"vocab_size, {raw['vocab_size']},")
@@ -58,6 +57,37 @@ def _write_heads(model_config: ModelConfig) -> Values:
         "global_head_dim": shape.head_dim,
         "num_global_key_value_heads": shape.query_groups,
         "vocab_size_per_layer_input": model_config.vocab_size,
+    }
+
+
+EXPERTS = {
+    "num_experts": "moe.num_experts",
+    "top_k_experts": "moe.router_topk",
+    "moe_intermediate_size": "moe.ffn_hidden_size",
+    "intermediate_size": "moe.shared_expert_intermediate_size",
+}
+
+
+def _read_experts(raw: Raw) -> Values:
+    """Experts in all layers or in none; the dense MLP beside them is a shared expert."""
+    if not raw["enable_moe_block"]:
+        pass_over(raw, *EXPERTS)
+        return {}
+    values: Values = {key: raw[entry] for entry, key in EXPERTS.items()}
+    values["moe.separate_norms"] = True
+    return values
+
+
+def _write_experts(model_config: ModelConfig) -> Values:
+    moe = model_config.moe
+    if moe is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": moe.num_experts,
+        "top_k_experts": moe.router_topk,
+        "moe_intermediate_size": model_config.moe_ffn_size,
+        "intermediate_size": moe.shared_expert_intermediate_size or 0,
     }
 
 
@@ -95,5 +125,6 @@ def _write_rope(model_config: ModelConfig) -> Values:
 
 GEMMA4_PARTS: dict[str, Part] = {
     "gemma4_heads": Part(_read_heads, _write_heads),
+    "gemma4_experts": Part(_read_experts, _write_experts),
     "gemma4_rope": Part(_read_rope, _write_rope),
 }

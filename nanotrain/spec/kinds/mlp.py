@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from nanotrain.config.model import MoEConfig
-from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
 from nanotrain.spec.layer_sizes import FP8, FP32, INT64, LayerSizes
 from nanotrain.spec.operators import (
     POINTWISE,
@@ -16,6 +16,7 @@ from nanotrain.spec.operators import (
     Dispatch,
     ExpertProduct,
     Gate,
+    Norm,
     Operators,
     Product,
     Router,
@@ -62,6 +63,9 @@ def moe(declare: Declaration) -> Specs:
     has_bias = shape.has_linear_bias
     router = [declare.weight(config.num_choices, shape.hidden_size)]
     router += declare.bias(config.num_choices, exists=has_bias)
+    if config.separate_norms:
+        router.append(declare.vector("scale", shape.hidden_size, value=1.0))
+        router.append(declare.vector("expert_scale", config.num_choices, value=1.0))
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
     specs = nest("router", summed(router, ("tp",)))
     if config.latent_size is not None:
@@ -72,7 +76,19 @@ def moe(declare: Declaration) -> Specs:
         if config.shared_expert_gate:
             gate = [declare.weight(1, shape.hidden_size)]
             specs += nest("shared_gate", summed(gate, declare.sequence_axes))
+    if config.separate_norms:
+        specs += _separate_norms(declare)
     return specs
+
+
+def _separate_norms(declare: Declaration) -> Specs:
+    """Norms of the inputs and outputs of the shared expert and of the routed experts."""
+    own = norm(declare, declare.shape.hidden_size)
+    specs = nest("shared_norm", own)
+    specs += nest("shared_post_norm", own)
+    # each tp rank routes a slice of the sequence
+    specs += nest("input_norm", summed(own, ("tp",)))
+    return specs + nest("output_norm", own)
 
 
 def _moe_config(shape: ModelShape) -> MoEConfig:
@@ -237,7 +253,10 @@ def moe_operators(s: LayerSizes) -> Operators:
     width = s.shape.expert_input_size
     has_shared = config.shared_expert_intermediate_size is not None
     is_compressed = config.latent_size is not None
-    operators: Operators = [_router(s, has_shared=has_shared)]
+    operators: Operators = []
+    if config.separate_norms:
+        operators += _norms_of_experts(s)
+    operators.append(_router(s, has_shared=has_shared))
     if has_shared:
         operators += _shared_expert(s)
     if is_compressed:
@@ -265,6 +284,26 @@ def moe_operators(s: LayerSizes) -> Operators:
     return operators
 
 
+def _norms_of_experts(s: LayerSizes) -> Operators:
+    """Separate norms of the shared expert and of the routed experts, and the router's own."""
+    hidden = s.shape.hidden_size
+    stream = s.outside * s.width
+    routed = s.routed_tokens * s.width
+    inside = stream + 2 * stream  # inputs of the shared expert and of both norms of outputs
+    inside += routed  # the input of the router before its vector
+    is_converted = s.itemsize < FP32 and s.device == "cpu"
+    is_sliced = s.tp > 1 and not s.sequence_parallel
+    if is_sliced or not is_converted:  # after its vector, where the router keeps no copy in fp32
+        inside += routed
+    num_rows = 3 * s.outside + 2 * s.routed_tokens
+    saves = (
+        Saved(stream),
+        Saved(inside + num_rows * FP32, dropped_by=("moe",)),
+    )
+    numel = num_rows * hidden
+    return [Norm(name="expert_norms", module="moe", numel=numel, saves=saves, launches=5)]
+
+
 def _permute_modules(s: LayerSizes) -> tuple[str, ...]:
     """Recompute modules that permute tokens again, which sends nothing on one rank."""
     return (POINTWISE,) if s.ep * s.etp == 1 else ()
@@ -277,6 +316,7 @@ def _router(s: LayerSizes, *, has_shared: bool) -> Router:
     hidden = s.shape.hidden_size
     is_converted = s.itemsize < FP32 and s.device == "cpu"  # a GPU multiplies 16 bits into fp32
     is_sliced = s.tp > 1 and not s.sequence_parallel
+    is_separate = config.separate_norms  # the input is counted by its norm
     scores = rows * ROUTER_TENSORS * config.num_choices * FP32
     if is_converted:
         scores += config.num_choices * hidden * FP32
@@ -288,7 +328,7 @@ def _router(s: LayerSizes, *, has_shared: bool) -> Router:
         saves.append(Saved(copy, dropped_by=("moe",)))
         if not has_shared:  # which keeps the input otherwise
             saves.append(replace(s.layer_input, only_with="moe"))
-    else:
+    elif not is_separate:
         saves.append(s.layer_input)
     return Router(
         name="router",
@@ -307,7 +347,8 @@ def _shared_expert(s: LayerSizes) -> Operators:
     inner_size = config.shared_expert_intermediate_size
     assert inner_size is not None, "callers check it"
     router = _router(s, has_shared=True)
-    saves = () if s.layer_input in router.saves else (s.layer_input,)
+    is_kept = s.layer_input in router.saves or config.separate_norms
+    saves = () if is_kept else (s.layer_input,)
     operators = _mlp_operators(s, inner_size, module="moe", saves=saves, prefix="shared.")
     if config.shared_expert_gate:
         # the output of the expert, and the gate

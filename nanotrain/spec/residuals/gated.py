@@ -29,5 +29,5 @@ def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     weighted = replace(addition(s), name="weighted_add", saves=(output, weights))
     operators: Operators = []
     for sublayer in sublayers:
-        operators += [*in_residual(s, sublayer.kind.operators(s))[:-1], weighted]
+        operators += [*in_residual(s, sublayer)[:-1], weighted]
     return operators

@@ -103,7 +103,7 @@ def _operators(
     for sublayer in sublayers:
         weights = (f"{sublayer.name}_connection.weight",)
         operators += [replace(project, weights=weights), weigh, _pass_over_streams(s, "read")]
-        operators += in_residual(s, sublayer.kind.operators(s))[:-1]
+        operators += in_residual(s, sublayer)[:-1]
         output = Saved(s.outside * s.width)
         operators.append(replace(_pass_over_streams(s, "mix"), saves=(output,)))
     return operators

@@ -51,5 +51,5 @@ def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     """The sublayers in their order, with what is around them."""
     operators: Operators = []
     for sublayer in sublayers:
-        operators += in_residual(s, sublayer.kind.operators(s))
+        operators += in_residual(s, sublayer)
     return operators

@@ -41,7 +41,7 @@ def with_norms(declare: Declaration, sublayer: Sublayer, *, index: int) -> Specs
     """The parameters of a sublayer, with the norms of its input and of its output."""
     has_pre, has_post = declare.shape.norms_of(index)
     specs: Specs = ()
-    if has_pre:
+    if has_pre and not has_own_norms(declare.shape, sublayer, layer=index):
         specs += nest(f"{sublayer.name}_norm", hidden_norm(declare))
     specs += sublayer_specs(declare, sublayer)
     if has_post:
@@ -59,11 +59,18 @@ def hidden_norm(declare: Declaration) -> Specs:
     return norm(declare, declare.shape.hidden_size)
 
 
-def in_residual(s: LayerSizes, inner: Operators) -> Operators:
+def has_own_norms(shape: ModelShape, sublayer: Sublayer, *, layer: int) -> bool:
+    """Whether a sublayer normalizes its input itself: experts with separate norms do."""
+    has_experts = sublayer.name == "mlp" and shape.has_experts(layer)
+    return has_experts and shape.has_separate_norms
+
+
+def in_residual(s: LayerSizes, sublayer: Sublayer) -> Operators:
     """A sublayer with its norms and the addition to the residual stream."""
     has_pre, has_post = s.shape.norms_of(s.layer)
+    inner = sublayer.kind.operators(s)
     operators = [*inner]
-    if has_pre:
+    if has_pre and not has_own_norms(s.shape, sublayer, layer=s.layer):
         operators.insert(0, input_norm(s, inner))
     if has_post:  # never recomputed
         operators.append(norm_operator(s))

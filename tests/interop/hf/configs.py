@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.interop.hf import hybrid_shapes
+from tests.interop.hf import gemma4_shapes, hybrid_shapes
 from tests.interop.hf.llama_like import LLAMA_LIKE, MODELING
 from tests.interop.hf.side_by_side import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_FP64
 from tests.model.building import VOCAB
@@ -80,17 +80,6 @@ FACTORS = {
 
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
-
-GEMMA4 = {
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "sliding_window": 7,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "final_logit_softcapping": 5.0,
-    "hidden_size_per_layer_input": 0,
-    "pad_token_id": None,
-}
 
 GPT_OSS = {
     "head_dim": 16,
@@ -189,24 +178,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": PLAIN_ROPE},
     ),
-    "gemma4": ("Gemma4", LLAMA_SHAPE | GEMMA4),
-    "gemma4-keys": (
-        "Gemma4",
-        LLAMA_SHAPE
-        | GEMMA4
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False},
-    ),
-    "gemma4-inputs": (
-        "Gemma4",
-        LLAMA_SHAPE
-        | GEMMA4
-        | {
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 6,
-            "vocab_size_per_layer_input": VOCAB,
-        },
-    ),
+    **gemma4_shapes.CONFIGS,
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (
         "Gemma3",

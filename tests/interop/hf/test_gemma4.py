@@ -58,7 +58,6 @@ def test_a_model_whose_last_layer_has_a_window_is_not_written() -> None:
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block"),
     (
         {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1000},
         "vocab_size_per_layer_input",
