@@ -137,7 +137,8 @@ NOT_VARIED = {
 TEXTS = ("silu", "gelu", "relu", "gelu_pytorch_tanh", "relu2", "softmax", "sigmoid", "rope", "nope")
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 MLP_KINDS = ("dense", "sparse")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight", "embed_in.weight")
+HEADS_OF_FILES = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True)
@@ -235,10 +236,11 @@ def write_folder(case: Case, tensors: dict[str, torch.Tensor], folder: Path) -> 
     """Write a case; where there are two sets of weights, the second has other values."""
     tensors = dict(tensors)
     embedding = next(name for name in tensors if name.endswith(EMBEDDINGS))
+    head = next((name for name in HEADS_OF_FILES if name in tensors), HEADS_OF_FILES[0])
     if case.head == "tied":
-        tensors.pop("lm_head.weight", None)
+        tensors.pop(head, None)
     elif case.head in ("untied", "differing"):
-        tensors["lm_head.weight"] = tensors[embedding].flip(0).contiguous()
+        tensors[head] = tensors[embedding].flip(0).contiguous()
     (folder / "config.json").write_text(json.dumps(case.raw))
     if case.files != "index":
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
