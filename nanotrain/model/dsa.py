@@ -7,6 +7,10 @@
 
     index query, key, weight --- selected keys ---+
     query, key, value of MLA (mla.py) ------------+--- attention (attention/sparse.py) -- output
+    or query, and compressed keys and values -----+--- attention (attention/latent.py) -- output
+
+Sequences of which few keys are selected, and generation, gather the selected compressed keys and
+values; shorter sequences mask the other keys (`gathers_keys` in spec/kinds/dsa.py).
 
 Only its own loss trains the indexer, and this loss has no gradients with respect to the rest of the
 model. Every tp rank has a replica of the indexer and computes the same index. The target of the
@@ -17,7 +21,8 @@ A layer of which the indexer alone is trained attends to all keys in training (s
 
 DeepSeek-V3.2 (2025), section 2.1; flags and the loss as in Megatron-LM.
 
-    B batch   S sequence   H hidden   I index heads   E width of an index head
+    B batch   S sequence   H hidden   N heads   I index heads   E width of an index head
+    C width of the compressed keys and values   R rotary channels
 """
 
 from collections.abc import Callable
@@ -28,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanotrain.attention.sparse import Index, IndexerLoss
+from nanotrain.attention.absorbed import UpProjection
+from nanotrain.attention.selection import Index, IndexerLoss
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import ModelConfig
@@ -40,6 +46,8 @@ from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.model.router_stats import StatefulModule
 from nanotrain.parallel.cp.selected import SelectedAttention
 from nanotrain.parallel.tp.layers import SEQUENCE, ColumnParallelLinear
+from nanotrain.spec.kinds.dsa import gathers_keys
+from nanotrain.spec.shape import ModelShape
 
 ALL_KEYS = 2**31  # more keys than there are
 
@@ -147,13 +155,16 @@ class SparseLatentAttention(MultiLatentAttention):
         super().__init__(model_config, params, parallel=parallel, layer=layer)
         dsa = model_config.dsa
         assert dsa is not None, "sparse_attention_type is dsa"
-        self.core_attention = SelectedAttention(parallel.cp)
+        self.core_attention: Callable[..., Any] = SelectedAttention(parallel.cp)
         self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
         self.divergence = IndexerDivergence(dsa, parallel)
         trained = [name for name, param in params.items() if param.requires_grad]
         indexer = [name for name in trained if name.startswith("indexer.")]
         # the dense warm-up of the paper: attention stays dense while only its indexer learns
         self.is_warming_up = len(indexer) > 0 and indexer == trained
+        self.shape = ModelShape.of(model_config)
+        self.cp_size = parallel.cp.size
+        self.reads_cache = False  # in generation
 
     def attend(
         self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
@@ -165,28 +176,67 @@ class SparseLatentAttention(MultiLatentAttention):
         length = index.query.shape[1]
         loss = self.divergence.of(context, length)
         index = replace(index, loss=loss)
+        if self._gathers_keys(length):
+            up = UpProjection(self.kv_up.weight, *self.key_value_sizes)
+            index = replace(index, up=up)
         return partial(self.core_attention, index=index)
+
+    def _gathers_keys(self, length: int) -> bool:
+        """Whether the attention of so many local tokens gathers the selected keys."""
+        if self.reads_cache:
+            return True
+        if self.is_warming_up and torch.is_grad_enabled():
+            return False
+        return gathers_keys(self.shape, length * self.cp_size)
+
+    def up_project(
+        self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, N/tp, Dn + R], and key and value of all heads or compressed.
+
+        Compressed, the key is [B, S, 1, C + R], of which the value is the first C channels.
+        """
+        tp = self.tensor_parallel
+        length = query.shape[1]
+        if tp.sequence_parallel:
+            length *= tp.group.size
+        if not self._gathers_keys(length):
+            return super().up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
+        query = self.up_project_query(query, rotary)
+        joined = tp.enter(torch.cat((compressed_kv, shared_key), dim=-1))
+        compressed_kv, key_rope = joined[:, :, None].split(self.compressed_sizes, dim=-1)
+        key_rope = apply_rotary(key_rope, rotary)
+        key = torch.cat((compressed_kv, key_rope), dim=-1)
+        return query, key, key[..., : compressed_kv.shape[-1]]
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The core attention to all tokens so far, whose index keys are cached too."""
-        core = self.core_attention
-        read_cache = cache.attend(_cached_inputs, has_window=False)
+        return _CachedSelection(self.core_attention, cache)
 
-        def attend(
-            query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
-        ) -> Tensor:
-            # a cache stores two tensors per token: joined keys and values, and index keys
-            key_value = torch.cat((key, value), dim=-1)
-            index_key = index.key[:, :, None]
-            key_value, index_key, call = read_cache(
-                query, key=key_value, value=index_key, mask=mask
-            )
-            widths = (key.shape[-1], value.shape[-1])
-            keys, values = key_value.split(widths, dim=-1)
-            index = replace(index, key=index_key[:, :, 0])
-            return core(query, key=keys, value=values, mask=call, index=index, **options)
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another core attention; returns the one used until now."""
+        self.reads_cache = isinstance(function, _CachedSelection)
+        return super().swap_function(function)
 
-        return attend
+
+class _CachedSelection:
+    """The core attention of one layer to all tokens so far.
+
+    A cache stores two tensors per token: the compressed key and value, and the index key.
+    """
+
+    def __init__(self, core: Callable[..., Any], cache: TokenCache) -> None:
+        self._core = core
+        self._read_cache = cache.attend(_cached_inputs, has_window=False)
+
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
+    ) -> Tensor:
+        index_key = index.key[:, :, None]
+        keys, index_key, call = self._read_cache(query, key=key, value=index_key, mask=mask)
+        index = replace(index, key=index_key[:, :, 0])
+        out: Tensor = self._core(query, key=keys, value=value, mask=call, index=index, **options)
+        return out
 
 
 def _cached_inputs(

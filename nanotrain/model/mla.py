@@ -143,20 +143,25 @@ class MultiLatentAttention(nn.Module):
         self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [B, S, N/tp, ...] from the normalized results of `_compress`."""
-        if self.query is None:
-            query = self.query_up(query)
-        query = split_heads(query, sum(self.query_sizes))
+        query = self.up_project_query(query, rotary)
         key_value = self.kv_up(compressed_kv)
         key_value = split_heads(key_value, sum(self.key_value_sizes))
-        query = self.query_scale(query)
-        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query_rope = apply_rotary(query_rope, rotary)
-        query = torch.cat((query_nope, query_rope), dim=-1)
-        if rotary is not None:
-            query = scale_query(query, rotary.query_scale)
         shared_key = self.tensor_parallel.enter(shared_key)
         key_rope = apply_rotary(shared_key[:, :, None], rotary)
         key_rope = key_rope.expand(-1, -1, key_nope.shape[2], -1)
         key = torch.cat((key_nope, key_rope), dim=-1)
         return query, key, value
+
+    def up_project_query(self, query: Tensor, rotary: Rotary | None) -> Tensor:
+        """Query [B, S, N/tp, Dn + R] from the first result of `_compress`."""
+        if self.query is None:
+            query = self.query_up(query)
+        query = split_heads(query, sum(self.query_sizes))
+        query = self.query_scale(query)
+        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
+        query_rope = apply_rotary(query_rope, rotary)
+        query = torch.cat((query_nope, query_rope), dim=-1)
+        if rotary is not None:
+            query = scale_query(query, rotary.query_scale)
+        return query

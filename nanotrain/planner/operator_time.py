@@ -27,7 +27,7 @@ from nanotrain.planner.kernels import (
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.product_time import product_parts
 from nanotrain.planner.rank_clock import RankClock
-from nanotrain.spec.kinds.dsa import BLOCK_SCORES
+from nanotrain.planner.sparse_time import gathered_part, indexer_part, sparse_part
 from nanotrain.spec.operators import (
     Activation,
     Attention,
@@ -35,6 +35,7 @@ from nanotrain.spec.operators import (
     Dispatch,
     ExpertProduct,
     Gate,
+    GatheredAttention,
     Indexer,
     Lookup,
     Loss,
@@ -57,13 +58,6 @@ CPU_LOW_BACKWARD = 1.45
 # per attention score that is written out, forward and backward: products, mask, softmax, dropout
 SCORE_FORWARD_BYTES = 13
 SCORE_BACKWARD_BYTES = 22
-# attention/sparse.py and chunks.py in fp32, of every causal pair
-INDEX_BYTES = 16  # per index head
-INDEX_LOSS_BYTES = 46  # per index head, with the loss
-TARGET_BYTES = 24  # per head of attention, with the loss
-SELECTION_BYTES = 160
-SPARSE_FORWARD_BYTES = 65  # per head
-SPARSE_BACKWARD_BYTES = 81  # per head
 # the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
 KERNELS_PER_OPERATOR = 8
 # kernels of scans: assumed, none was measured
@@ -320,64 +314,6 @@ class OperatorTimes(RankClock):
         backward = memory_s(self.gpu, SCORE_BACKWARD_BYTES * scores)
         return Seconds(products_s + forward, 2 * products_s + backward)
 
-    def indexer(self, operator: Indexer) -> Parts:
-        """Index scores, selection and loss once per forward, in fp32, a block at a time."""
-        pairs = operator.num_positions * operator.length / 2
-        flops = 2 * operator.heads * operator.head_dim
-        num_bytes = SELECTION_BYTES + operator.heads * INDEX_BYTES
-        summed_s = 0.0
-        if operator.has_loss:
-            flops *= 3
-            flops += 2 * operator.attention_heads * operator.attention_head_dim
-            num_bytes = SELECTION_BYTES + operator.heads * INDEX_LOSS_BYTES
-            num_bytes += operator.attention_heads * TARGET_BYTES
-            # the target, over all heads
-            summed_s = self.collective("tp", "all_reduce", num_bytes=4 * pairs)
-        else:
-            summed_s = self.collective("tp", "all_reduce", num_bytes=0)
-        launches = (50 * self._num_blocks(operator.length), 0, 0)
-        seconds = self._pairs_s(pairs, flops=flops, num_bytes=num_bytes)
-        return [
-            Part(
-                operator.name,
-                seconds,
-                launches=launches,
-                group="tp",
-                after=summed_s,
-                flops=flops * pairs,
-            )
-        ]
-
-    def sparse_attention(self, operator: SparseAttention) -> Parts:
-        """Sparse attention as torch computes it: scores of all causal pairs, then a mask."""
-        length = self.config.data.seq_length
-        pairs = self.sizes.tokens * length / 2
-        heads = operator.heads
-        key = operator.head_dim
-        value = operator.value_head_dim
-        num_blocks = self._num_blocks(length)
-        forward_flops = 2 * heads * (key + value)
-        backward_flops = 2 * heads * (3 * key + 2 * value)
-        forward = self._pairs_s(pairs, flops=forward_flops, num_bytes=heads * SPARSE_FORWARD_BYTES)
-        backward = self._pairs_s(
-            pairs, flops=backward_flops, num_bytes=heads * SPARSE_BACKWARD_BYTES
-        )
-        launches = (10 * num_blocks, 20 * num_blocks, 0)
-        flops = forward_flops * pairs
-        return [Part(operator.name, forward, backward, launches=launches, flops=flops)]
-
-    def _num_blocks(self, length: int) -> int:
-        """Blocks of queries of sparse attention."""
-        shape = self.sizes.shape
-        assert shape.dsa is not None, "sparse attention has its sizes"
-        heads = max(shape.num_heads // self.sizes.tp, shape.dsa.n_heads)
-        return max(1, self.sizes.tokens * length * heads // BLOCK_SCORES)
-
-    def _pairs_s(self, pairs: float, *, flops: float, num_bytes: float) -> float:
-        """Seconds of eager operators in fp32, by FLOPs and bytes per pair of tokens."""
-        flops_per_s = self.gpu.peak("fp32") * self.gpu.reachable["fp32"]
-        return pairs * flops / flops_per_s + memory_s(self.gpu, pairs * num_bytes)
-
     def lookup(self, operator: Lookup) -> Parts:
         """Look-up of the tokens, and the sum over the vocabularies of tp ranks."""
         sizes = self.sizes
@@ -412,8 +348,9 @@ TIMES: dict[type[Operator], Callable[[OperatorTimes, Any], Parts]] = {
     Gate: OperatorTimes.gate,
     Activation: OperatorTimes.activation,
     Attention: OperatorTimes.attention,
-    SparseAttention: OperatorTimes.sparse_attention,
-    Indexer: OperatorTimes.indexer,
+    SparseAttention: lambda times, operator: [sparse_part(times, operator)],
+    GatheredAttention: lambda times, operator: [gathered_part(times, operator)],
+    Indexer: lambda times, operator: [indexer_part(times, operator)],
     Convolution: OperatorTimes.convolution,
     Scan: OperatorTimes.scan,
     Router: lambda times, operator: [router_part(times, operator)],

@@ -11,6 +11,7 @@ from nanotrain.spec.shape import ModelShape
 # bytes of an element
 FP8 = 1
 FP32 = 4
+INT32 = 4
 INT64 = 8
 # tokens of a channel that share a scale (None: all), and its bytes
 SCALES = {"rowwise": (None, FP32), "blockwise": (128, FP32), "mxfp8": (32, FP8)}

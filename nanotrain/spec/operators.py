@@ -4,7 +4,7 @@
     Operator                     fields of every operator
     Product, ExpertProduct       matrix products with a weight, and with the weights of experts
     Norm, Rotary, Residual, Gate, Activation     elementwise operators
-    Attention, SparseAttention, Indexer          operators on pairs of tokens
+    Attention, SparseAttention, GatheredAttention, Indexer    operators on pairs of tokens
     Convolution, Scan            operators that read the tokens in order
     Router, Dispatch             tokens to experts
     Lookup, Loss                 both ends of a model
@@ -217,6 +217,20 @@ class SparseAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatheredAttention(Attention):
+    """Attention to selected keys, which are gathered in compressed channels for all heads."""
+
+    compressed: int  # channels of a value
+    width: int  # channels of a key, of which the values are the first
+
+    @property
+    def selected_pairs(self) -> float:
+        """Pairs of a query and a selected key, of all sequences and cp ranks."""
+        channels = self.heads * (self.head_dim + self.value_head_dim)
+        return self.sequence_flops / (2 * channels)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Indexer(Operator):
     """Index scores of all pairs of tokens, the selection of keys, and the loss of the scores."""
 
@@ -224,14 +238,48 @@ class Indexer(Operator):
     head_dim: int
     num_positions: int  # of the rank's sequences, on all cp ranks
     length: int  # of a sequence
+    topk: int  # keys per query
+    gathers: bool  # whether attention gathers the selected keys
     attention_heads: int  # of the tp rank, whose probabilities are the target of the loss
-    attention_head_dim: int
+    attention_head_dim: int  # channels of the scores of attention
     has_loss: bool
+    has_sparse_loss: bool  # over the selected keys
 
     @property
     def sequence_flops(self) -> int:
         """Scores of the causal half of all pairs."""
         return self.heads * self.head_dim * self.length * self.num_positions
+
+    @property
+    def causal_pairs(self) -> float:
+        """Pairs of a query and a key before it."""
+        return self.num_positions * self.length / 2
+
+    @property
+    def selected_pairs(self) -> float:
+        """Pairs of a query and a selected key."""
+        topk = min(self.topk, self.length)
+        return self.num_positions * topk * (1 - topk / (2 * self.length))
+
+    @property
+    def scored_pairs(self) -> float:
+        """Pairs with an index score, which a query with few keys needs for the loss only."""
+        if self.has_loss and not self.gathers_loss:
+            return self.causal_pairs
+        topk = min(self.topk, self.length)
+        return self.causal_pairs * (1 - (topk / self.length) ** 2)
+
+    @property
+    def gathers_loss(self) -> bool:
+        """Whether the loss gathers the selected index keys."""
+        return self.gathers and self.has_sparse_loss
+
+    @property
+    def loss_pairs(self) -> float:
+        """Pairs of the loss; where other keys are masked it computes all of them."""
+        if not self.has_loss:
+            return 0.0
+        return self.selected_pairs if self.gathers_loss else self.causal_pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.attention import sparse
+from nanotrain.attention import selection, sparse
 from nanotrain.attention.call import AttentionCall, TileKernel
-from nanotrain.attention.sparse import Index, attend_selected
+from nanotrain.attention.selection import Index
+from nanotrain.attention.sparse import attend_selected
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.group import Group
 from tests.parallel.cp.sequences import Shape, random_inputs, segments
@@ -29,7 +30,9 @@ def index_of(*, topk: int, sums: Tensor | None = None, num_heads: int = 2) -> In
         torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
         for shape in shapes
     ]
-    loss = None if sums is None else sparse.IndexerLoss(0.5, False, Group.single_rank("tp"), sums)
+    loss = (
+        None if sums is None else selection.IndexerLoss(0.5, False, Group.single_rank("tp"), sums)
+    )
     return Index(*tensors, topk, loss)
 
 
@@ -44,14 +47,6 @@ def attend(index: Index, queries: range, segment_ids: Tensor | None = None) -> T
     )
     inputs = {"key": INPUTS.key[:, keys], "value": INPUTS.value[:, keys]}
     return attend_selected(INPUTS.query[:, rows], **inputs, call=call, index=index, scores=None)
-
-
-def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
-    scores = torch.tensor([[1.0, 0.0, 2.0, 0.0, 0.0, -1.0], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]])
-    assert sparse._highest(scores, 4).int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]
-    assert sparse._highest(scores, 9).all(), "fewer keys than may be selected"
-    hidden = torch.tensor([[0.5, -torch.inf, -torch.inf]])
-    assert sparse._highest(hidden, 1).int().tolist() == [[1, 0, 0]]
 
 
 @pytest.mark.parametrize("num_keys", [1, 8, 19])
@@ -72,7 +67,9 @@ def test_calls_of_some_queries_are_the_call_of_all(
     index = index_of(topk=3, sums=whole)
     out = attend(index, range(19), segment_ids)
     grads = torch.autograd.grad(out.sum(), (index.query, index.key, index.weight))
-    monkeypatch.setattr(sparse, "BLOCK_SCORES", 2 * 4 * 19 * 3)  # blocks of three queries and more
+    monkeypatch.setattr(
+        selection, "BLOCK_SCORES", 2 * 4 * 19 * 3
+    )  # blocks of three queries and more
     index = index_of(topk=3, sums=parts)
     of_parts = torch.cat(
         [attend(index, queries, segment_ids) for queries in (range(8), range(8, 19))], dim=1

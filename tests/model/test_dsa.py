@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.attention import sparse
+from nanotrain.attention import selection
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.model.context import AttentionInputs, LayerContext
+from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.rope import RotaryTables, apply_rotary
 from tests.attention.fp64_transformers import modeling_in_fp64
 from tests.model.building import LLAMA
@@ -139,8 +140,8 @@ def reference(layer: Any, model: ModelConfig, segment_ids: Tensor | None) -> lis
     query, compressed = layer._compress(hidden)
     compressed_kv, shared = compressed.split(layer.compressed_sizes, dim=-1)
     latent = layer.query_latent_norm(query)
-    query, key, value = layer.up_project(
-        latent, layer.kv_latent_norm(compressed_kv), shared_key=shared, rotary=rotary
+    query, key, value = MultiLatentAttention.up_project(
+        layer, latent, layer.kv_latent_norm(compressed_kv), shared_key=shared, rotary=rotary
     )
     may_attend = (positions <= positions[:, None]).expand(B, S, S)
     if segment_ids is not None:
@@ -189,7 +190,7 @@ def test_the_indexer_learns_the_attention_of_all_heads(
     segment_ids = SEGMENTS if has_documents else None
     layer, found = gradients(model, segment_ids)
     assert_near(found, reference(layer, model, segment_ids))
-    monkeypatch.setattr(sparse, "BLOCK_SCORES", B * N * S * 5)  # blocks of five queries
+    monkeypatch.setattr(selection, "BLOCK_SCORES", B * N * S * 5)  # blocks of five queries
     assert_near(gradients(model, segment_ids)[1], found)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from nanotrain.planner.engine import engine_of, with_sections
-from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operator_time import SCAN_STEP_S, OperatorTimes
 from nanotrain.planner.parts import Part, Parts, Streams
@@ -149,27 +148,6 @@ def test_chunks_of_attention_are_sequences_of_their_own() -> None:
         ((2, 3072), (1, 2048)),
         ((1, 8192),),
     ]
-
-
-def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
-    sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
-    sparse |= {"sparse_attention_type": "dsa", "dsa_indexer_n_heads": 16}
-    (full, _), (one, _), (two, sums), (untrained, _) = (
-        passes(OperatorTimes(llama(8, **sparse | more)))
-        for more in (
-            {"sparse_attention_type": None, "dsa_indexer_n_heads": None},
-            {},
-            {"tp": 2},
-            {"dsa_indexer_loss_coeff": 0},
-        )
-    )
-    scores = 4096**2 / 2 * (16 * 16 + 32 * 65)  # bytes of the index and of attention, forward
-    assert one.compute > full.compute + scores / gpu_of("h100").memory_bandwidth
-    assert one.compute / 2 < two.compute < one.compute and untrained.compute < one.compute
-    assert two.exposed["tp"] > sums.exposed["tp"]  # the loss of the index sums over all heads
-    attention = core_attention(OperatorTimes(llama(8, **sparse)))
-    pair_bytes = 32 * 65  # all heads, forward
-    assert attention.forward >= 4096**2 / 2 * pair_bytes / gpu_of("h100").memory_bandwidth
 
 
 def test_attention_that_writes_its_scores_takes_longer() -> None:

@@ -1,22 +1,30 @@
-"""Core attention to the keys that an indexer selects (attention/sparse.py) over cp.
+"""Core attention to the keys that an indexer selects over cp.
 
     forward     all-gather of keys, values and index keys, concatenated
     backward    reduce-scatter of their gradients
 
+Where the selected keys are gathered (attention/latent.py) the keys and values are the compressed
+ones of all heads; else they are those of each head, and other keys are masked
+(attention/sparse.py).
+
 An index score needs the key of every earlier token, so neither a ring nor an all-to-all of heads
 serves here; every local chunk of queries is a separate call, as in all_gather.py.
 
-    B batch   S sequence   L = S / cp   N heads   D, Dv head dims
+    B batch   S sequence   N heads   D, Dv head dims   C + R compressed key and value
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall, TileKernel
 from nanotrain.attention.chunks import ScoreOptions
-from nanotrain.attention.sparse import Index, attend_selected
+from nanotrain.attention.latent import attend_gathered
+from nanotrain.attention.selection import Index
+from nanotrain.attention.sparse import attend_selected
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.autograd import eager, gather_along
 from nanotrain.comm.group import Group
@@ -46,10 +54,16 @@ class SelectedAttention:
             query, key, value: as of `CoreAttention`.
             mask: the plan of all-gather attention, or of one rank.
             scores: as of `CoreAttention`.
-            index: projections of the indexer at the local tokens.
+            index: projections of the indexer at the local tokens. With up-projections the keys
+                are compressed, [B, S / cp, 1, C + R], and their first channels are the values.
         """
         if self.group.size > 1:
-            key, value, index = self._all_gather(key, value, index=index)
+            index_key = index.key[:, :, None]
+            if index.up is None:
+                key, value, index_key = self._all_gather(key, value, index_key)
+            else:
+                key, index_key = self._all_gather(key, index_key)
+            index = replace(index, key=index_key[:, :, 0])
         calls = _plan_calls(mask, query)
         queries = query.chunk(len(calls), dim=1)
         index_queries = index.query.chunk(len(calls), dim=1)
@@ -63,29 +77,27 @@ class SelectedAttention:
                 key=index.key[:, :num_keys],
                 weight=index_weights[i],
             )
-            out = attend_selected(
-                queries[i],
-                key=key[:, :num_keys],
-                value=value[:, :num_keys],
-                call=call,
-                index=call_index,
-                scores=scores,
+            attend: Callable[..., Tensor] = partial(attend_selected, value=value[:, :num_keys])
+            if index.up is not None:
+                attend = attend_gathered
+            out = attend(
+                queries[i], key=key[:, :num_keys], call=call, index=call_index, scores=scores
             )
             outputs.append(out)
         return outputs[0] if len(calls) == 1 else torch.cat(outputs, dim=1)
 
-    def _all_gather(
-        self, key: Tensor, value: Tensor, *, index: Index
-    ) -> tuple[Tensor, Tensor, Index]:
-        """Keys, values and index keys of full sequences, in one all-gather."""
-        tensors = (key.flatten(2), value.flatten(2), index.key)
-        local = torch.cat(tensors, dim=-1)
-        gathered = join_shards(gather_along(local[None], self.group, dim=0))
-        widths = [x.shape[-1] for x in tensors]
-        flat_key, flat_value, index_key = gathered.split(widths, dim=-1)
-        full_key = flat_key.unflatten(-1, key.shape[2:])
-        full_value = flat_value.unflatten(-1, value.shape[2:])
-        return full_key, full_value, replace(index, key=index_key)
+    def _all_gather(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [B, S / cp, heads, width] of full sequences, in one all-gather."""
+        flat = [x.flatten(2) for x in tensors]
+        local = torch.cat(flat, dim=-1)
+        shards = gather_along(local[None], self.group, dim=0)
+        gathered = join_shards(shards)
+        widths = [x.shape[-1] for x in flat]
+        parts = gathered.split(widths, dim=-1)
+        full = []
+        for part, x in zip(parts, tensors, strict=True):
+            full.append(part.unflatten(-1, x.shape[2:]))
+        return full
 
 
 def _plan_calls(
