@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.chunk_kernels import AttentionChunk
@@ -84,9 +85,12 @@ class Rows:
             scores_grad *= slope
         dropped = self._drop(weights).to(dtype)
         narrow_grad = scores_grad.to(dtype)
-        keys = wide_product(narrow_grad.mT, self.query)
-        values = wide_product(dropped.mT, grad)
-        keys[..., : self.value_dim] += values
+        # one product for keys and values: each written gradient is as large as all gathered keys
+        padding = self.query.shape[-1] - self.value_dim
+        value_grad = F.pad(grad, (0, padding))
+        factors = torch.cat((narrow_grad, dropped), dim=1)
+        rows = torch.cat((self.query, value_grad), dim=1)
+        keys = wide_product(factors.mT, rows)
         query = narrow_grad @ self.keys
         out = dropped @ self.values
         return RowGradients(query, keys, out)

@@ -155,6 +155,9 @@ class SparseLatentAttention(MultiLatentAttention):
         super().__init__(model_config, params, parallel=parallel, layer=layer)
         dsa = model_config.dsa
         assert dsa is not None, "sparse_attention_type is dsa"
+        # gathered keys are multiplied with its weight in the dtype of the activations
+        without_fp8 = replace(parallel.tp, fp8=None)
+        self.kv_up = ColumnParallelLinear(*params.linear("kv_up"), tensor_parallel=without_fp8)
         self.core_attention: Callable[..., Any] = SelectedAttention(parallel.cp)
         self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
         self.divergence = IndexerDivergence(dsa, parallel)

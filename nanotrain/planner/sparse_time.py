@@ -31,8 +31,8 @@ GATHERED_BACKWARD_BYTES = 84
 # of a pair and a channel of a gathered key: written, and read by the products
 GATHERED_READS = 4
 GATHERED_BACKWARD_READS = 6
-# of a pair and a channel, the gradient of a gathered key in fp32: two products, and their sums
-KEY_GRADIENT_BYTES = 32
+# of a pair and a channel, the gradient of a gathered key in fp32: a product, and the sums
+KEY_GRADIENT_BYTES = 20
 # kernels per block of queries
 SELECTION_LAUNCHES = 50
 MASKED_LAUNCHES = (10, 20)

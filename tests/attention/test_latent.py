@@ -153,6 +153,6 @@ def counted_flops(topk: int, length: int) -> int:
 
 def test_flops_grow_with_selected_keys_and_not_with_the_square_of_the_length() -> None:
     few, twice, longer = (counted_flops(*sizes) for sizes in ((8, 64), (16, 64), (8, 128)))
-    per_key = 2 * B * 64 * 8 * (N * (4 * (C + R) + 4 * C) + HEADS * (3 * E + 2))
+    per_key = 2 * B * 64 * 8 * (N * (5 * (C + R) + 3 * C) + HEADS * (3 * E + 2))
     assert twice - few == per_key
     assert longer == 2 * few, "of twice the queries"

@@ -1,5 +1,7 @@
 """DeepSeek Sparse Attention: parameters and operators; the module is model/dsa.py."""
 
+from dataclasses import replace
+
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import compressed_projections, down_projection, mla
@@ -16,6 +18,7 @@ from nanotrain.spec.operators import (
     SparseAttention,
 )
 from nanotrain.spec.over_cp import all_gather_sent
+from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import Chunks, ModelShape
 
 KEY_VALUE_UP = "kv_up.weight"
@@ -43,7 +46,7 @@ def gathers_keys(shape: ModelShape, length: int) -> bool:
 
 
 def declare(declare: Declaration) -> Specs:
-    """Multi-latent attention, and an indexer that every tp rank has."""
+    """Multi-latent attention without fp8 of kv_up, and an indexer that every tp rank has."""
     shape = declare.shape
     dsa = _sizes(shape)
     rank = _query_rank(shape)
@@ -56,7 +59,12 @@ def declare(declare: Declaration) -> Specs:
     indexer += nest("key", declare.replicated_linear(dsa.head_dim, hidden))
     indexer += nest("key_norm", grouped("norms", norm))
     indexer += nest("head_weight", summed([head_weight], declare.sequence_axes))
-    return mla(declare) + nest("indexer", indexer)
+    latent: list[ParamSpec] = []
+    for spec in mla(declare):
+        # attention multiplies with it in the dtype of the activations
+        is_up = spec.name == KEY_VALUE_UP
+        latent.append(replace(spec, in_fp8=False) if is_up else spec)
+    return tuple(latent) + nest("indexer", indexer)
 
 
 def _sizes(shape: ModelShape) -> DSAConfig:
