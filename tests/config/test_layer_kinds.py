@@ -10,7 +10,7 @@ from nanotrain.config.layer_kinds import (
     MLAConfig,
     MoEConfig,
 )
-from nanotrain.model.transformer import MIXER_MODULES
+from nanotrain.model.sublayers import MIXER_MODULES
 from nanotrain.spec.kinds import MIXERS
 
 

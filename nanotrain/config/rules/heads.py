@@ -60,8 +60,9 @@ def check_shared_keys(c: Settings) -> Errors:
     elif "shared_kv" not in c.mixers:
         yield ConfigError(
             f"{what}, and none of these layers has attention with keys of its heads",
-            why="layers of multi_latent_attention and of linear_attention_type share no keys",
-            fix="leave --num-kv-shared-layers out",
+            why="MLPs of a pattern, and layers of multi_latent_attention and of "
+            "linear_attention_type, share no keys",
+            fix="leave --num-kv-shared-layers out, or set another one",
         )
 
 

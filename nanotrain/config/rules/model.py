@@ -187,12 +187,14 @@ def check_values_and_norms(c: Settings) -> Errors:
         )
     if not model.has_norm_weight and model.norm_placement != "pre":
         norms = f"normalization {model.normalization}"
+        cure = "--normalization RMSNorm"
         if model.normalization == "LayerNorm":
             norms = f"layernorm_parameters {model.layernorm_parameters}"
+            cure = "--layernorm-parameters weight"
         yield ConfigError(
             f"{norms} with norm_placement {model.norm_placement}",
             why="norms without weights are those of the inputs of attention and MLP",
-            fix="choose norms with weights (--normalization RMSNorm) or --norm-placement pre",
+            fix=f"set {cure} or --norm-placement pre",
         )
     if model.activation == "xielu" and c.has_experts:
         yield ConfigError(

@@ -21,7 +21,11 @@ def unused_positions(c: Settings) -> UnusedFields:
     """Layers with and without rotary positions."""
     if not c.model.has_rope:
         yield unused(
-            "rotary_base", "rotary_percent", by="position_embedding_type", why=IN_ROPE_OR_YARN
+            "rotary_base",
+            "rotary_percent",
+            "rotary_proportional",
+            by="position_embedding_type",
+            why=IN_ROPE_OR_YARN,
         )
         yield unused(
             "no_rope_freq",
@@ -210,6 +214,12 @@ def unused_heads(c: Settings) -> UnusedFields:
             by="num_kv_shared_layers",
             why="no layer reads keys of earlier layers",
         )
+    elif ("shared_kv", "dense") not in zip(c.mixers, c.model.mlps, strict=False):
+        yield unused(
+            "use_double_wide_mlp",
+            by=("num_kv_shared_layers", "num_experts", "hybrid_layer_pattern"),
+            why="no layer that reads keys of an earlier one has a dense MLP",
+        )
     if c.model.softmax_type != "learnable":
         yield unused("sinks_in_windows_only", by="softmax_type", why="there are no learned sinks")
     if c.model.linear_attention_type != "attention_mamba2":
@@ -236,7 +246,8 @@ def unused_query_norms(c: Settings) -> UnusedFields:
     """Weights of norms, norms of queries and keys, and other settings of the scores."""
     by_mla = "multi_latent_attention"
     if not c.model.has_norm_weight and not c.model.qk_layernorm_across_heads:
-        by = ("normalization", "layernorm_parameters")
+        is_layer_norm = c.model.normalization == "LayerNorm"
+        by = "layernorm_parameters" if is_layer_norm else "normalization"
         yield unused("apply_layernorm_1p", by=by, why="norms have no weights")
     if c.model.normalization != "LayerNorm":
         yield unused(
@@ -319,7 +330,7 @@ def unused_residual(c: Settings) -> UnusedFields:
             "mhc_sinkhorn_iterations",
             "mhc_epsilon",
             by="residual_type",
-            why="they belong to residual_type mhc",
+            why="only residual_type mhc reads it",
         )
 
 

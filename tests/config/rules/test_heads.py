@@ -12,6 +12,7 @@ KEYS: dict[str, Any] = {"attention_k_eq_v": True}
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_shared_layers": 3}, ""),
     ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 of 4 layers"),
+    ({"num_kv_shared_layers": 1, "hybrid_layer_pattern": "*-*-"}, "MLPs of a pattern"),
     (WINDOWS | {"num_kv_shared_layers": 2}, ""),
     (WINDOWS | {"num_kv_shared_layers": 3}, "has the keys of layer 1"),
     ({"num_kv_shared_layers": 2, "no_rope_freq": "[0,0,0,1]"}, "has the keys of layer 3"),

@@ -29,7 +29,7 @@ SHORTCUT = "--num-experts 4 --moe-shortcut --moe-shared-expert-intermediate-size
         ("--layernorm-parameters none", "layernorm_parameters"),
         (
             "--normalization LayerNorm --layernorm-parameters none --norm-placement post",
-            "layernorm_parameters none with norm_placement post",
+            "layernorm_parameters none with .* set --layernorm-parameters weight or",
         ),
     ],
 )

@@ -19,6 +19,8 @@ from tests.config.asking import config_of, validate
         {"rope_scaling_factor": 2.0},
         {"window_attn_skip_freq": "2"},
         {"position_embedding_type": "none", "rotary_percent": 0.5},
+        {"position_embedding_type": "none", "rotary_proportional": True},
+        {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "num_experts": 4},
         {"multi_latent_attention": True, "rotary_percent": 0.5},
         {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "use_rope_scaling": True},
         {"add_qkv_bias": True, "add_bias_linear": True},
