@@ -73,6 +73,9 @@ def _read_experts(raw: Raw) -> Values:
     if not raw["enable_moe_block"]:
         pass_over(raw, *EXPERTS)
         return {}
+    if raw["num_kv_shared_layers"] and raw["use_double_wide_mlp"]:
+        # transformers doubles the MLPs beside experts too
+        reject("use_double_wide_mlp", True, instead="false in a model with experts")
     values: Values = {key: raw[entry] for entry, key in EXPERTS.items()}
     values["moe.separate_norms"] = True
     return values

@@ -62,6 +62,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1000},
         "vocab_size_per_layer_input",
     ),
+    (
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+        },
+        "use_double_wide_mlp",
+    ),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     (
         {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
