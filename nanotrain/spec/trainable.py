@@ -28,6 +28,8 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 
 NUM_SUGGESTED = 3
+EMBEDDING = "embedding.word.weight"
+HEAD = "head.weight"  # not in a model whose output layer has the weight of the embedding
 MIN_SIMILARITY = 0.5  # share of equal characters, as difflib counts them
 
 
@@ -88,20 +90,33 @@ def trained_set(config: Config, shape: ModelShape, *, stage: str = "") -> Traina
         return TrainableSet()
     stages = [read.name for read in read_stages(config.data.stages)] or [""]
     _require_stages(optim, stages)
-    for name in stages:
-        require_matches(TrainableSet.of(optim, stage=name), shape)
+    sets = [(name, TrainableSet.of(optim, stage=name)) for name in stages]
+    require_matches(tuple(sets), shape)
     return TrainableSet.of(optim, stage=stage or stages[0])
 
 
 def _require_stages(optim: OptimConfig, stages: Sequence[str]) -> None:
     """Check that patterns name stages of the data."""
     for entry in (*optim.freeze, *optim.train_only):
-        name, has_stage, _ = entry.rpartition("=")
-        if has_stage and name not in stages:
-            known = ", ".join(stages)
+        name, has_stage, pattern = entry.rpartition("=")
+        if not has_stage:
+            continue
+        if not name:
+            raise ConfigError(
+                f"{entry} has no data stage before the =",
+                why="STAGE=PATTERN is for one stage of --data-stages",
+                fix=f"write STAGE{entry}, or {pattern} for all stages",
+            )
+        if stages == [""]:
+            raise ConfigError(
+                f"{entry} is for the data stage {name}",
+                why="--data-stages is unset",
+                fix=f"set --data-stages, or write {pattern} alone",
+            )
+        if name not in stages:
             raise ConfigError(
                 f"{entry} is for the data stage {name}, which does not exist",
-                why=f"--data-stages has {known}" if known else "--data-stages is unset",
+                why=f"--data-stages has {', '.join(stages)}",
                 fix=did_you_mean(name, stages, listed_by="--data-stages"),
             )
 
@@ -133,38 +148,53 @@ def first_trained_stage(
 
 
 @lru_cache(maxsize=64)  # a search plans thousands of layouts of one model
-def require_matches(trainable: TrainableSet, shape: ModelShape) -> None:
-    """Check that every pattern has an effect, and that a parameter is trained.
+def require_matches(sets: tuple[tuple[str, TrainableSet], ...], shape: ModelShape) -> None:
+    """Check that every pattern has an effect, and that every stage trains a parameter.
+
+    Args:
+        sets: the name of every stage of the data, and its set.
+        shape: sizes of the model.
 
     Raises:
-        ConfigError: a pattern that matches nothing, patterns that contradict each other, or
-            nothing left to train; all in one error.
+        ConfigError: patterns that match nothing, else stages that train nothing, else patterns
+            without effect in any stage; all of one kind in one error.
     """
-    if trainable.is_everything:
-        return
     names = [spec.name for spec in declare_model(shape)]
-    errors = ErrorCollector()
-    errors.errors.extend(_unmatched(trainable, names))
-    errors.raise_errors()
-    errors.errors.extend(_contradictions(trainable, names))
-    errors.raise_errors()
+    trainable_sets = [trainable for _, trainable in sets]
+    for found in (
+        _unmatched(trainable_sets, names),
+        _untrained(sets, names),
+        _without_effect(trainable_sets, names),
+    ):
+        errors = ErrorCollector()
+        errors.errors.extend(found)
+        errors.raise_errors()
 
 
-def _unmatched(trainable: TrainableSet, names: Sequence[str]) -> Iterator[ConfigError]:
+def _unmatched(sets: Iterable[TrainableSet], names: Sequence[str]) -> Iterator[ConfigError]:
     """Patterns that match no parameter."""
-    flags = {"--freeze": trainable.freeze, "--train-only": trainable.train_only}
-    for flag, patterns in flags.items():
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                near = _near_patterns(pattern, names)
-                yield ConfigError(
-                    f"{flag} {pattern} matches no parameter",
-                    why=f"the model has {count_of(len(names), 'parameter')}, from {names[0]} to "
-                    f"{names[-1]}",
-                    fix=f"did you mean {' or '.join(near)}?"
-                    if near
-                    else "write a name with * for any characters",
-                )
+    patterns: dict[tuple[str, str], None] = {}
+    for trainable in sets:
+        patterns |= dict.fromkeys(("--freeze", pattern) for pattern in trainable.freeze)
+        patterns |= dict.fromkeys(("--train-only", pattern) for pattern in trainable.train_only)
+    for flag, pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield ConfigError(
+                f"{flag} {pattern} matches no parameter",
+                why=f"the model has {count_of(len(names), 'parameter')}, from {names[0]} to "
+                f"{names[-1]}",
+                fix=_similar(pattern, names),
+            )
+
+
+def _similar(pattern: str, names: Sequence[str]) -> str:
+    """What to write in place of a pattern that matches nothing."""
+    if pattern.startswith("head") and HEAD not in names:
+        return f"the output layer shares {EMBEDDING}, unless --untie-embeddings-and-output-weights"
+    near = _near_patterns(pattern, names)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return "write a name with * for any characters"
 
 
 def _near_patterns(pattern: str, names: Iterable[str]) -> list[str]:
@@ -178,32 +208,51 @@ def _near_patterns(pattern: str, names: Iterable[str]) -> list[str]:
     return get_close_matches(pattern, known, n=NUM_SUGGESTED, cutoff=MIN_SIMILARITY)
 
 
-def _contradictions(trainable: TrainableSet, names: Collection[str]) -> Iterator[ConfigError]:
-    """Patterns without effect beside the others; patterns that leave nothing to train."""
-    if not any(map(trainable.includes, names)):
+def _untrained(
+    sets: Iterable[tuple[str, TrainableSet]], names: Collection[str]
+) -> Iterator[ConfigError]:
+    """Stages without a parameter to train."""
+    for stage, trainable in sets:
+        if any(map(trainable.includes, names)):
+            continue
         patterns = [f"--freeze {pattern}" for pattern in trainable.freeze]
         patterns += [f"--train-only {pattern}" for pattern in trainable.train_only]
+        where = f" in the data stage {stage}" if stage else ""
         yield ConfigError(
-            f"nothing is trained: all {count_of(len(names), 'parameter')} are frozen",
+            f"nothing is trained{where}: all {count_of(len(names), 'parameter')} are frozen",
             why=f"by {' '.join(patterns)}",
-            fix="leave out one of them",
+            fix="leave out one of them" if len(patterns) > 1 else "leave it out",
         )
-        return
-    if not trainable.train_only:
-        return
-    chosen = [name for name in names if _matches_any(name, trainable.train_only)]
-    for pattern in trainable.freeze:
-        if not any(fnmatchcase(name, pattern) for name in chosen):
+
+
+def _without_effect(sets: Sequence[TrainableSet], names: Sequence[str]) -> Iterator[ConfigError]:
+    """Patterns that change nothing beside the others, in all stages that have them."""
+    frozen = [pattern for trainable in sets for pattern in trainable.freeze]
+    for pattern in dict.fromkeys(frozen):
+        having = [trainable for trainable in sets if pattern in trainable.freeze]
+        if not any(_freezes_any(trainable, names, pattern=pattern) for trainable in having):
             yield ConfigError(
                 f"--freeze {pattern} has no effect",
-                why=f"--train-only {' '.join(trainable.train_only)} freezes all that it matches",
+                why=f"--train-only {' '.join(having[0].train_only)} freezes all that it matches",
                 fix="leave it out",
             )
-    for pattern in trainable.train_only:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not any(map(trainable.includes, matched)):
+    chosen = [pattern for trainable in sets for pattern in trainable.train_only]
+    for pattern in dict.fromkeys(chosen):
+        having = [trainable for trainable in sets if pattern in trainable.train_only]
+        if not any(_trains_any(trainable, names, pattern=pattern) for trainable in having):
             yield ConfigError(
                 f"--train-only {pattern} and --freeze contradict each other",
-                why=f"--freeze {' '.join(trainable.freeze)} freezes all that it matches",
+                why=f"--freeze {' '.join(having[0].freeze)} freezes all that it matches",
                 fix="leave one of them out",
             )
+
+
+def _freezes_any(trainable: TrainableSet, names: Iterable[str], *, pattern: str) -> bool:
+    """Whether a pattern of `freeze` matches a parameter that `train_only` includes."""
+    chosen = TrainableSet(train_only=trainable.train_only)
+    return any(chosen.includes(name) for name in names if fnmatchcase(name, pattern))
+
+
+def _trains_any(trainable: TrainableSet, names: Iterable[str], *, pattern: str) -> bool:
+    """Whether a pattern of `train_only` matches a parameter that is trained."""
+    return any(trainable.includes(name) for name in names if fnmatchcase(name, pattern))
