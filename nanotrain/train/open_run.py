@@ -112,7 +112,8 @@ def log_start(run: Run, *, attention: str, device: str) -> None:
             named_files(unchecked),
         )
     if inputs.is_resumed:
-        log.info("resuming; --no-auto-resume starts a new run")
+        if not inputs.begins_phase:
+            log.info("resuming; --no-auto-resume starts a new run")
         log_changed_lr(run)
     steps = run.config.train.train_iters
     if steps == 0:

@@ -90,7 +90,7 @@ def train_in_phases(
         log.info("the next stage of the data trains other parameters, from %s", checkpoint.name)
         gc.collect()  # hooks and buffers of the phase refer to each other
         plan = replace(plan, config=_going_on(plan.config))
-        inputs = replace(inputs, checkpoint=checkpoint, is_resumed=True)
+        inputs = replace(inputs, checkpoint=checkpoint, is_resumed=True, begins_phase=True)
 
 
 def phase_at(plan: Plan, state: TrainState) -> Phase:

@@ -143,6 +143,7 @@ class RunInputs:
     tokenizer: str | None = None
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
+    begins_phase: bool = False  # whether this process wrote `checkpoint`, at a border of phases
     # key of the configuration -> source of its value
     origins: Mapping[str, str] = field(default_factory=dict)
     # False: another rank looks for it, and `require_same_start` sets it

@@ -12,6 +12,7 @@ from nanotrain.config.load import load
 from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import step_name
 from nanotrain.train.inputs import open_inputs
+from nanotrain.train.main import main
 from nanotrain.train.phases import phase_at, train_in_phases
 from nanotrain.train.run import TrainState
 from tests.harness import run_ranks
@@ -92,6 +93,15 @@ def test_a_run_stopped_at_a_border_and_in_a_stage_goes_on_there(one_rank: Path) 
     lines = [line(folder, *how, f"--exit-interval {steps}") for steps in (2, 3, 4)]
     run_ranks(1, train, *lines, line(folder, *how))
     assert_same_to_the_bit(folder, one_rank)
+
+
+def test_a_border_is_one_line_of_the_log_and_no_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line(tmp_path / "run", WARM_UP, "--micro-batch-size 12")) == 0
+    log = capfd.readouterr().err
+    assert log.count("the next stage of the data trains other parameters, from step-") == 2
+    assert "resuming" not in log
 
 
 @pytest.mark.parametrize(
