@@ -16,7 +16,7 @@ def check_graph_values(c: Settings) -> Errors:
         yield ConfigError(
             "cuda_graph_impl transformer_engine",
             why="layers are not those of Transformer Engine",
-            fix="set --cuda-graph-impl local",
+            fix="set --cuda-graph-impl local instead",
         )
     scope = set(c.train.cuda_graph_scope)
     if "full_iteration" in scope:
@@ -85,7 +85,7 @@ def check_graph_layout(c: Settings) -> Errors:
     if parallel.tp_comm_overlap:
         yield excluded(
             "tp_comm_overlap",
-            why="transfers in pieces wait for other ranks in ways that were not captured so far",
+            why="its sends and receives run beside products, which was not tried in a graph",
             fix="leave --tp-comm-overlap out",
         )
     if parallel.overlap_moe_expert_parallel_comm:
@@ -149,7 +149,8 @@ def check_graph_programs(c: Settings) -> Errors:
         yield excluded(
             "recompute_modules moe",
             why="the router would be recomputed around its graph",
-            fix="leave moe out of --recompute-modules, or moe_router out of --cuda-graph-scope",
+            fix="leave moe out of --recompute-modules, or name parts without moe_router, such as "
+            "--cuda-graph-scope attn",
         )
 
 
