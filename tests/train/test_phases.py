@@ -90,7 +90,7 @@ def test_one_command_is_three_with_other_patterns_to_the_bit(one_rank: Path) -> 
 def test_a_run_stopped_at_a_border_and_in_a_stage_goes_on_there(one_rank: Path) -> None:
     folder = one_rank.parent / "stopped"
     how = (WARM_UP, "--micro-batch-size 12")
-    lines = [line(folder, *how, f"--exit-interval {steps}") for steps in (2, 3, 4)]
+    lines = [line(folder, *how, f"--exit-interval {steps}") for steps in (2, 3)]
     run_ranks(1, train, *lines, line(folder, *how))
     assert_same_to_the_bit(folder, one_rank)
 
@@ -108,7 +108,6 @@ def test_a_border_is_one_line_of_the_log_and_no_resume(
     ("sizes", "options"),
     [
         ({"strategy": "optim_grads_params"}, "--micro-batch-size 6"),
-        ({"tp": 2}, "--micro-batch-size 6 --sequence-parallel"),
         ({"pp": 2}, "--micro-batch-size 4"),
     ],
     ids=str,
@@ -119,7 +118,6 @@ def test_layouts_train_as_one_rank_across_the_borders(
     folder = tmp_path / "run"
     flags = {
         "strategy": "--data-parallel-sharding-strategy",
-        "tp": "--tensor-model-parallel-size",
         "pp": "--pipeline-model-parallel-size",
     }
     layout = " ".join(f"{flags[name]} {value}" for name, value in sizes.items())
