@@ -20,6 +20,8 @@ def _read_heads(raw: Raw) -> Values:
     kinds = raw["layer_types"]
     own = {int(layer): dict(entries) for layer, entries in (raw["per_layer_config"] or {}).items()}
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    if not full:
+        reject("layer_types", kinds, instead=f"a list with {FULL}")
     heads: dict[str, Any] = own.get(full[0], {})
     for layer in range(len(kinds)):
         expected = heads if layer in full else {}
