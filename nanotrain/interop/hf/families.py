@@ -55,6 +55,7 @@ from nanotrain.untrusted import (
 # what a reader of entries raises where one has a value of another type
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 MAX_CONFIG_BYTES = 1 << 24  # the config.json of a model has 1 to 20 kB
+NUM_NEAREST = 3  # families that an error about a model without one names
 # entries beside `text_config` that are also about the text model
 SHARED_ENTRIES = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
@@ -288,17 +289,34 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     free = set(free_keys(model_config)) - {"init_method_std"}
     values = flat_values(canonical(model_config))
     values = {key: value for key, value in values.items() if key not in free}
-    reasons = []
+    lost_fields = {}
     for candidate, family in families.items():
         lost = _lost_fields(model_config, family, values=values)
         if not lost:
             return candidate
-        reasons.append(f"{candidate} cannot represent {', '.join(lost)}")
+        lost_fields[candidate] = lost
     raise HuggingFaceError(
         "this model cannot be written as a Hugging Face model",
-        why="; ".join(reasons),
-        fix="export models of these families only, or add a family (docs/new_family.md)",
+        why=_describe_lost(lost_fields),
+        fix="export models of the families in docs/families.md only, or add one "
+        "(docs/new_family.md)",
     )
+
+
+def _describe_lost(lost_fields: Mapping[str, Sequence[str]]) -> str:
+    """What the nearest families, of those that are asked, cannot represent."""
+
+    def distance(name: str) -> tuple[bool, int]:
+        lost = lost_fields[name]
+        is_unknown = lost[0].startswith("a model ")  # how many fields is not known
+        return is_unknown, len(lost)
+
+    nearest = sorted(lost_fields, key=distance)[:NUM_NEAREST]
+    reasons = [f"{name} cannot represent {', '.join(lost_fields[name])}" for name in nearest]
+    num_others = len(lost_fields) - len(nearest)
+    if num_others:
+        reasons.append(f"{num_others} other families cannot either")
+    return "; ".join(reasons)
 
 
 def _lost_fields(
@@ -318,7 +336,7 @@ def _lost_fields(
         written = family.write(model_config)
         back = with_values(ModelConfig(), family.read(written))
     except HuggingFaceError as error:
-        return [error.what]
+        return [f"a model whose {error.what}"]
     values_back = flat_values(canonical(back))
     return [key for key, value in values.items() if value != values_back[key]]
 

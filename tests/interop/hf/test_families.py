@@ -18,6 +18,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import (
     FAMILIES,
+    NUM_NEAREST,
     check_against,
     config_from_hf,
     config_to_hf,
@@ -104,8 +105,10 @@ def test_what_a_family_can_hold_comes_back_equal(
     ],
 )
 def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost: str) -> None:
-    with pytest.raises(HuggingFaceError, match=lost):
+    with pytest.raises(HuggingFaceError, match=lost) as error:
         family_of(model)
+    assert error.value.why.count("cannot represent") == NUM_NEAREST
+    assert f"; {len(FAMILIES) - NUM_NEAREST} other families cannot either" in error.value.why
     with pytest.raises(HuggingFaceError, match="cannot represent"):
         family_of(GPT2, name="llama")
 
@@ -114,8 +117,8 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
     ("change", "named"),
     [
         (
-            {"model_type": "olmo"},
-            "olmo is not supported: the nearest names are olmo",
+            {"model_type": "olmo4"},
+            "olmo4 is not supported: the nearest names are olmo",
         ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias"),
@@ -234,7 +237,7 @@ def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any],
         == "qwen3_moe"
     )
     with pytest.raises(HuggingFaceError, match=lost):
-        family_of(with_values(MIXTRAL, change))
+        family_of(with_values(MIXTRAL, change), name="mixtral")
 
 
 def test_a_run_and_a_name_on_the_hub_are_answered_with_what_to_write(tmp_path, monkeypatch):
