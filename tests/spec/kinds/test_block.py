@@ -77,6 +77,8 @@ def test_active_weights_are_the_elements_of_the_declared_matrices(name: str) -> 
         is_uncounted = is_lookup or ".router." in spec.name
         if is_matrix(spec) and not is_uncounted:
             numel += spec.numel * share if spec.is_expert else spec.numel
+        if shape.residual_type == "hyper_connections" and spec.name.endswith("connection.weight"):
+            numel += spec.numel * (shape.residual_streams - 1)  # of every stream
     if shape.is_tied:
         numel += shape.padded_vocab_size * shape.hidden_size
     operators = model_operators(LayerSizes.for_model(shape, seq_length=8))
