@@ -3,6 +3,7 @@ the loss of the index, and computes no product with a key that is not selected.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from nanotrain.attention.selection import Index, IndexerLoss
 from nanotrain.attention.sparse import attend_selected
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.group import Group
+from nanotrain.config.layer_kinds import DSAConfig
+from nanotrain.config.model import MLAConfig, ModelConfig
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.shape import ModelShape
 from tests.model.mixers import assert_near
+from tests.train.saved_tensors import PeakStorages
 
 B, S, N, HEADS, E = 2, 29, 3, 4, 6
 C, R, DN, DV = 10, 4, 5, 7
@@ -156,3 +163,43 @@ def test_flops_grow_with_selected_keys_and_not_with_the_square_of_the_length() -
     per_key = 2 * B * 64 * 8 * (N * (5 * (C + R) + 3 * C) + HEADS * (3 * E + 2))
     assert twice - few == per_key
     assert longer == 2 * few, "of twice the queries"
+
+
+@pytest.mark.parametrize(("heads", "topk", "width"), [(8, 32, 64), (16, 64, 128)])
+def test_temporaries_of_a_backward_are_within_a_fifth_of_the_plan(
+    heads: int, topk: int, width: int
+) -> None:
+    """Storages of operators on the meta device: the peak of the backward, less what was kept."""
+    length = 2048
+    config = ModelConfig(
+        num_layers=1,
+        vocab_size=8,
+        num_attention_heads=heads,
+        multi_latent_attention=True,
+        mla=MLAConfig(
+            q_lora_rank=24,
+            kv_lora_rank=width,
+            qk_head_dim=32,
+            qk_pos_emb_head_dim=16,
+            v_head_dim=32,
+        ),
+        sparse_attention_type="dsa",
+        dsa=DSAConfig(n_heads=2, head_dim=16, topk=topk, use_sparse_loss=True),
+    )
+    sizes = LayerSizes.for_model(ModelShape.of(config), seq_length=length)
+    operators = MIXERS["dsa"].operators(replace(sizes, device="cpu", itemsize=2))
+    (planned,) = (operator.working for operator in operators if operator.name == "core_attn")
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    up = UpProjection(empty(heads * 64, width), 32, 32)
+    loss = IndexerLoss(1.0, True, Group.single_rank("tp"), None)
+    index_query, index_key = empty(1, length, 2, 16), empty(1, length, 16)
+    index = Index(index_query, index_key, empty(1, length, 2), topk, loss, up=up)
+    spans = Spans.of(None, length=length)
+    call = AttentionCall(TileKernel(), spans, range(length), torch.device("meta"))
+    query, key = empty(1, length, heads, 48), empty(1, length, 1, width + 16)
+    with PeakStorages() as storages:
+        out = attend_gathered(query, key=key, call=call, index=index, scores=None)
+        kept = storages.num_bytes
+        storages.peak = 0
+        out.backward(torch.empty_like(out))
+    assert planned == pytest.approx(storages.peak - kept, rel=0.2)

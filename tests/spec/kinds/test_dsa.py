@@ -95,8 +95,7 @@ WIDE = replace(
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "measured"),
-    # the forward of few heads, the backward of many; at the last length keys are gathered
-    [(16, 2048, 747e6), (32, 4096, 1322e6), (128, 4096, 4455e6), (16, 16384, 1341e6)],
+    [(16, 2048, 747e6), (32, 4096, 1322e6), (128, 4096, 4455e6)],
 )
 def test_temporaries_are_bounded_by_blocks_of_queries_and_the_keys(
     heads: int, tokens: int, measured: float
@@ -105,6 +104,6 @@ def test_temporaries_are_bounded_by_blocks_of_queries_and_the_keys(
     shape = replace(WIDE, num_heads=heads)
     sizes = LayerSizes.for_model(shape, seq_length=tokens)
     operators = KIND.operators(replace(sizes, device="cpu"))
-    assert gathers_keys(shape, tokens) == (tokens > 8192)
+    assert not gathers_keys(shape, tokens)
     working = max(operator.working for operator in operators)
     assert working == pytest.approx(measured, rel=0.1)
