@@ -102,7 +102,9 @@ class OpenedCheckpoint:
 
     def stored_name(self, name: str) -> str:
         """The tensor of a parameter or expert bias; frozen parameters have no moving average."""
-        stored = name if name.startswith("router/") else self.prefix + name
+        if name.startswith("router/"):
+            return name
+        stored = self.prefix + name
         is_stored = self.manifest is not None and stored in self.manifest.tensors
         return stored if is_stored else PREFIX + name
 
