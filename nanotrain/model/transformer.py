@@ -381,7 +381,7 @@ class Stage(nn.Module):
             hidden = function(hidden, layer_context)
         assert hidden is not None
         if self.final_norm is not None:
-            hidden = self.final_norm(self.leave_streams(hidden))
+            return self.final_norm(self.leave_streams(hidden)), layer_context
         return self.messages.pack(hidden, layer_context.state), layer_context
 
     def _layer_context(
