@@ -32,6 +32,7 @@ EXPERTS = " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48"
 # by mixer: the name of the model in `MODELS`
 MODEL_OF = {
     "attention": "qwen3",
+    "shared_kv": "shared keys",
     "mla": "mla",
     "dsa": "sparse attention",
     "gated_delta_net": "gated delta net",

@@ -9,7 +9,7 @@ import torch
 
 from nanotrain.comm import device
 from nanotrain.config.load import load
-from nanotrain.train import fit
+from nanotrain.train import phases
 from nanotrain.train import main as entry
 from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
@@ -98,7 +98,7 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
 
 
 def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
-    seen, train = [], fit.fit
+    seen, train = [], phases.fit
     cudnn, matmul, fill = (
         torch.backends.cudnn,
         torch.backends.cuda.matmul,
@@ -121,7 +121,7 @@ def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
         seen.append((os.environ["NCCL_ALGO"], os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         seen.append((matmul.allow_bf16_reduced_precision_reduction,))
 
-    monkeypatch.setattr(fit, "fit", note)
+    monkeypatch.setattr(phases, "fit", note)
     flags = ["--train-iters", "1", "--bf16", "--no-save"]
     try:
         assert main(arguments(tmp_path / "off", *flags)) == 0

@@ -64,7 +64,7 @@ def test_entries_that_are_left_out_have_the_values_of_transformers(kind: str) ->
         ({"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"] * 39}, "indexer_types"),
         ({"model_type": "glm_moe_dsa", "index_topk_freq": 4}, "index_topk_freq: 4"),
         ({"model_type": "deepseek_v32", "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types"),
-        ({"model_type": "gemma4_text"}, "it would need KV sharing between layers"),
+        ({"model_type": "gemma3n_text"}, "it would need KV sharing between layers"),
         ({"model_type": "qwen3_mo"}, "nearest names are qwen3_moe"),
         ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "topk_method"),
         ({"model_type": "ernie4_5_moe", "routed_scaling_factor": 2.0}, "routed_scaling_factor"),
