@@ -9,8 +9,8 @@ import torch
 
 from nanotrain.comm import device
 from nanotrain.config.load import load
-from nanotrain.train import phases
 from nanotrain.train import main as entry
+from nanotrain.train import phases
 from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
 
