@@ -120,10 +120,9 @@ class OpenedCheckpoint:
         if self.manifest is None:
             from nanotrain.interop.hf.import_weights import import_weights
 
-            named = {
-                replace(box, name=box.name.removeprefix("router/")): target
-                for box, target in wanted.items()
-            }
+            named = {}
+            for box, target in wanted.items():
+                named[replace(box, name=box.name.removeprefix("router/"))] = target
             import_weights(self.path, self.config.model, wanted=named)
             return
         targets = {replace(box, name=self.stored_name(box.name)): wanted[box] for box in wanted}
