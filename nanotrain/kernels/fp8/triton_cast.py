@@ -263,14 +263,14 @@ class Plan(NamedTuple):
     swizzles: int  # whether scales are in the order of cuBLAS
     measures: int  # whether the amaxes of experts are returned
 
-    def joins(self, x: Tensor, offs: Tensor | None) -> bool:
-        """Whether a program writes both forms of a tile without spilling registers, as compiled."""
+    def joins(self, x: Tensor, offs: Tensor | None, *, is_computed: bool) -> bool:
+        """Whether a program writes both forms of a tile, which then spills few or no registers."""
         if not self.has_rows or not self.has_columns:
             return False
         if self.block_rows == 0:
             return JOINS_TENSORS
-        has_blocks_of_lines = self.block_rows == 1 and self.block > 0
-        return not has_blocks_of_lines and offs is None and x.itemsize == 2
+        casts_lines = self.block_rows == 1 and (self.block > 0 or is_computed)
+        return not casts_lines and offs is None and x.itemsize == 2
 
     @property
     def unit(self) -> int:
@@ -339,7 +339,7 @@ def fp8_cast(
     if how.has_columns:
         target_t = build_target(out.values_t, out.scales_t, given=given_t)
     amax = out.amax.zero_() if how.measures else None
-    joins = how.joins(x, offs)
+    joins = how.joins(x, offs, is_computed=bool(computed))
     constants = How(
         lanes=num_lanes(source.num_experts),
         unit=how.unit,
