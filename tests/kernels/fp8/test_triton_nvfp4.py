@@ -49,7 +49,9 @@ def words(num_tokens: int) -> ElementWords:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_amaxes(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw(*shape).to(dtype)
-    assert torch.equal(triton_nvfp4.tensor_amaxes(x), nvfp4.tensor_amaxes(x))
+    found = triton_nvfp4.tensor_amaxes(x)
+    # the order in which a CPU sums the Hadamard transform depends on its vectors
+    torch.testing.assert_close(found, nvfp4.tensor_amaxes(x), rtol=1e-6, atol=0)
     x[3, 5] = torch.nan
     assert triton_nvfp4.tensor_amaxes(x).isinf().all()
     assert not triton_nvfp4.tensor_amaxes(x[:0]).any()
