@@ -48,10 +48,9 @@ def words(num_tokens: int) -> ElementWords:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_amaxes(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = draw(*shape).to(dtype)
-    found = triton_nvfp4.tensor_amaxes(x)
-    # the order in which a CPU sums the Hadamard transform depends on its vectors
-    torch.testing.assert_close(found, nvfp4.tensor_amaxes(x), rtol=1e-6, atol=0)
+    # sums of eighths are exact in the order of any CPU
+    x = ((8 * draw(*shape)).round() / 8).to(dtype)
+    assert torch.equal(triton_nvfp4.tensor_amaxes(x), nvfp4.tensor_amaxes(x))
     x[3, 5] = torch.nan
     assert triton_nvfp4.tensor_amaxes(x).isinf().all()
     assert not triton_nvfp4.tensor_amaxes(x[:0]).any()
