@@ -71,9 +71,8 @@ MIN_PROGRAMS = {
 
 
 # Bytes of a thread's registers that may lie in memory. For 12.0 the assembler puts up to 56 bytes of
-# rowwise casts of experts there, to keep to the registers with which two programs run; for 8.9 it
-# puts 8 bytes of rowwise casts of both forms there.
-MAX_SPILLED = {89: 8, 120: 64}
+# rowwise casts of experts there, to keep to the registers with which two programs run.
+MAX_SPILLED = {120: 64}
 # of kernels of scans with heads of 128
 SCAN_SPILLED = {
     "_prepare": 48,  # by Triton 3.6 for 10.0; 8 by 3.7

@@ -42,6 +42,7 @@ try:
         exponent,
         given_factors,
         inverse_scale,
+        raise_amax,
         short_block_factors,
         store_scales,
         store_words,
@@ -100,13 +101,6 @@ if triton is not None:
         tl.store(target.data + line_offsets + (start + inner)[None, :], tile, mask=mask)
 
     @triton.jit
-    def _raise_amax(amax: tl.tensor, magnitude: tl.tensor, where: tl.tuple) -> None:
-        """Raise the amax of the expert, where amaxes are measured."""
-        if amax is not None:
-            expert, is_read, _, _, _, _ = where
-            tl.atomic_max(amax + expert, tl.max(tl.max(magnitude, 1), 0), mask=is_read)
-
-    @triton.jit
     def _line_factors(
         target: tl.tuple,
         lines: tl.tensor,
@@ -145,7 +139,7 @@ if triton is not None:
             last = tl.cdiv(source.num_columns, how.tile)
         where = expert, first < end, rows < end, start, length, last
         values, magnitude = read_tile(source, rows, columns, end)
-        _raise_amax(amax, magnitude, where)
+        raise_amax(amax, magnitude, where)
         if how.block > 0 and how.block < how.tile:
             factors = short_block_factors(target, rows, magnitude, where, how)
         else:
@@ -196,7 +190,7 @@ if triton is not None:
         else:
             rows = first + tl.arange(0, how.tile)
             values, magnitude = read_tile(source, rows, columns, end)
-            _raise_amax(amax, magnitude, where)
+            raise_amax(amax, magnitude, where)
             factors = _line_factors(target, columns, magnitude, where, how, 0)
             narrow = _to_fp8(target, values * factors, how)
             _store_tile(target, columns, tl.trans(narrow), where, 0)
@@ -218,13 +212,15 @@ if triton is not None:
         where = expert, is_read, rows < end, start, width, padded // how.tile
         where_t = expert, is_read, is_line, padded, length, start // how.tile
         values, magnitude = read_tile(source, rows, columns, end)
-        _raise_amax(amax, magnitude, where)
+        raise_amax(amax, magnitude, where)
         values = values.to(source.data.dtype.element_ty)  # exact, in half of the registers
         factors = _line_factors(target, rows, magnitude, where, how, 1)
-        factors_t = _line_factors(target_t, columns, magnitude, where_t, how, 0)
+        if how.block_rows > 1:  # one scale per tile, which is stored for both forms
+            _line_factors(target_t, columns, magnitude, where_t, how, 0)
         narrow = _to_fp8(target, values.to(tl.float32) * factors, how)
         _store_tile(target, rows, narrow, where, 0)
-        if how.block_rows == 1:
+        if how.block_rows == 1:  # read after the rows are stored: earlier, registers would spill
+            factors_t = _line_factors(target_t, columns, magnitude, where_t, how, 0)
             narrow = _to_fp8(target_t, values.to(tl.float32) * factors_t, how)
         _store_tile(target_t, columns, tl.trans(narrow), where_t, 0)
 
@@ -263,14 +259,14 @@ class Plan(NamedTuple):
     swizzles: int  # whether scales are in the order of cuBLAS
     measures: int  # whether the amaxes of experts are returned
 
-    def joins(self, x: Tensor, offs: Tensor | None, *, is_computed: bool) -> bool:
-        """Whether a program writes both forms of a tile, which then spills few or no registers."""
+    def joins(self, x: Tensor, offs: Tensor | None) -> bool:
+        """Whether a program writes both forms of a tile without spilling registers, as compiled."""
         if not self.has_rows or not self.has_columns:
             return False
         if self.block_rows == 0:
             return JOINS_TENSORS
-        casts_lines = self.block_rows == 1 and (self.block > 0 or is_computed)
-        return not casts_lines and offs is None and x.itemsize == 2
+        has_blocks_of_lines = self.block_rows == 1 and self.block > 0
+        return not has_blocks_of_lines and offs is None and x.itemsize == 2
 
     @property
     def unit(self) -> int:
@@ -339,7 +335,7 @@ def fp8_cast(
     if how.has_columns:
         target_t = build_target(out.values_t, out.scales_t, given=given_t)
     amax = out.amax.zero_() if how.measures else None
-    joins = how.joins(x, offs, is_computed=bool(computed))
+    joins = how.joins(x, offs)
     constants = How(
         lanes=num_lanes(source.num_experts),
         unit=how.unit,

@@ -1,6 +1,7 @@
 """Scales of the fp8 casts' Triton kernels: from amaxes, stored, and as factors of values.
 
     Target                an fp8 matrix that programs write, with its scales; `build_target`
+    raise_amax            the largest amax that programs of an expert measure
     inverse_scale         the scale of an amax
     given_factors         from given scales or amaxes, of experts or lines
     tile_factor           of a block of a tile's size
@@ -44,6 +45,13 @@ class Target(NamedTuple):
 
 
 if triton is not None:
+
+    @triton.jit
+    def raise_amax(amax: tl.tensor, magnitude: tl.tensor, where: tl.tuple) -> None:
+        """Raise the amax of the expert, where amaxes are measured."""
+        if amax is not None:
+            expert, is_read, _, _, _, _ = where
+            tl.atomic_max(amax + expert, tl.max(tl.max(magnitude, 1), 0), mask=is_read)
 
     @triton.jit
     def inverse_scale(amax: tl.tensor, how: tl.tuple) -> tl.tensor:
