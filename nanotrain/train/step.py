@@ -252,7 +252,7 @@ def finalize_grads(data_parallel: Sequence[ParamBuffer], context: ParallelContex
         context: a rank between the first and the last stage has no `embed` group.
     """
     tp = [grad for dp in data_parallel for grad in dp.grads_summed_over("tp")]
-    all_reduce_coalesced(tp, context.group("tp"))
+    all_reduce_coalesced(tp, context.groups["tp"])
     embed = context.groups.get("embed")
     if embed is None:
         return

@@ -6,8 +6,7 @@ with `optim_grads_params` each unit is gathered when it runs, as that of other p
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,9 @@ from nanotrain.parallel.dp.stores import ParamStore, build_params, shard_of
 from nanotrain.parallel.dp.units import (
     GatherOrder,
     UnitGather,
+    UnitModules,
     child_units,
     given_units,
-    wait_before_forward,
 )
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
@@ -79,19 +78,24 @@ class ParamBuffer:
         # parameters, and their views of a bucket
         self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._move_parameters(module)
-        self._unit_gather = self._register_unit_hooks(module)
+        # None: parameters have storage all the time
+        self._unit_gather: UnitGather | None = None
+        self._register_unit_hooks(module)
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._unit_gather.begin_step()
+        if self._unit_gather is not None:
+            self._unit_gather.begin_step()
 
     def backward_begins(self, *, is_last: bool) -> None:
         """Start the backward of a microbatch; `is_last` for the last one of the step."""
-        self._unit_gather.free()  # the unit that an I action has gathered last
+        if self._unit_gather is not None:
+            self._unit_gather.free()  # the unit that an I action has gathered last
 
     def backward_ended(self) -> None:
         """End the backward pass of a microbatch."""
-        self._unit_gather.free()
+        if self._unit_gather is not None:
+            self._unit_gather.free()
 
     def finish_grad_reduce(self, *, is_abandoned: bool = False) -> None:
         """Wait for the parameters, which the optimizer may write now."""
@@ -162,8 +166,9 @@ class ParamBuffer:
             return
         self._is_gathered = True
         fp8 = self.fp8_weights
+        units = self._unit_gather
         try:
-            with self._unit_gather.all_gathered():
+            with units.all_gathered() if units is not None else nullcontext():
                 for bucket in self.buckets:
                     full = bucket.params.separate if fp8 is None else fp8.gather_updates(bucket)
                     self._point_params(bucket, full)
@@ -203,18 +208,23 @@ class ParamBuffer:
             return placeholder(shape, dtype=update.dtype, device=update.device)
         return bucket.view(local.spec.name, bucket.params.full).view(shape)
 
-    def _register_unit_hooks(self, module: nn.Module) -> UnitGather:
+    def _register_unit_hooks(self, module: nn.Module) -> None:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
-        options = self.options
-        if options.units is None:
+        if self.options.units is None:
             units = child_units(module, self.layout)
         else:
-            units = given_units(options.units, self.layout)
-        if not options.strategy.shard_params:
-            for unit in units:
-                params = [self.buckets[i].params for i in unit.buckets]
-                unit.first.register_forward_pre_hook(partial(wait_before_forward, params))
-            units = []  # nothing is gathered and freed
+            units = given_units(self.options.units, self.layout)
+        if self.options.strategy.shard_params:
+            self._unit_gather = self._build_unit_gather(units)
+            return
+        for unit in units:
+            for index in unit.buckets:
+                store = self.buckets[index].params
+                unit.first.register_forward_pre_hook(store.wait_before_forward)
+
+    def _build_unit_gather(self, units: Sequence[UnitModules]) -> UnitGather:
+        """The hooks that gather and free the parameters of units."""
+        options = self.options
         read = [unit.buckets for unit in units]
         lookups = [index for index, unit in enumerate(units) if unit.is_lookup]
         self._num_complete = [unit.num_complete for unit in units]

@@ -76,6 +76,10 @@ class ParamStore:
         while self.gathers:
             self.gathers.pop(0).wait()
 
+    def wait_before_forward(self, *_hook_arguments: Any) -> None:
+        """`wait`, as a hook of a module that reads the parameters."""
+        self.wait()
+
     def allocate(self) -> None:
         """Do nothing: `full` always has storage. The same holds for `free` and `gather_apart`."""
 

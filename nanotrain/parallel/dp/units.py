@@ -284,12 +284,6 @@ def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -
     return {param.spec.unit for param in layout.params}
 
 
-def wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
-    """Wait until the parameters of a unit are gathered; a hook."""
-    for store in params:
-        store.wait()
-
-
 class UnitGather:
     """Hooks of the units of one module, which run one after another.
 
