@@ -74,19 +74,19 @@ class Block(Sublayers):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
     def in_halves(self, x: Tensor, context: LayerContext) -> Tensor:
-        """`forward` by two functions, which CUDA graphs capture one by one.
+        """`forward` as two functions, for a transform that replaces one of them.
 
-        A compiled block has more graphs with them than without.
+        `forward` itself does not call them: compiled, a block would have more graphs.
         """
         return self.feed_forward(self.attend(x, context), context)
 
     def attend(self, x: Tensor, context: LayerContext) -> Tensor:
         """x + attention(norm(x)): [B, S or S/tp, H] -> the same shape."""
-        return x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        return x + self.attention_output(x, context)
 
     def feed_forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """x + mlp(norm(x)): [B, S or S/tp, H] -> the same shape."""
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+        return x + self.mlp_output(x, context)
 
 
 class ExtendedBlock(Block):
@@ -370,10 +370,10 @@ class Stage(nn.Module):
             if self.layer_inputs is not None:
                 inputs = self.layer_inputs(context.batch.tokens, embedded)
                 state = layer_input_state(inputs)
-        assert hidden is not None, (
-            "a stage without the embedding needs the hidden states of the previous stage"
-        )
-        if not self.spec.has_embedding:
+        else:
+            assert hidden is not None, (
+                "a stage without the embedding needs the hidden states of the previous stage"
+            )
             hidden, state = self.messages.unpack(hidden, batch_shape=context.batch.tokens.shape)
         layer_context = self._layer_context(context, dropout=dropout, like=hidden)
         layer_context.state.update(state)
