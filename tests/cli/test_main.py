@@ -140,6 +140,12 @@ def test_config_prints_what_a_run_would_use(capsys):
     assert "note: model: replaced at the start of a run" in capsys.readouterr().err
 
 
+def test_config_refuses_patterns_that_match_no_parameter(capsys):
+    assert main(["config", "+config=tiny", "--freeze", "embeding.*"]) == 2
+    assert "did you mean embedding.*" in capsys.readouterr().err
+    assert main(["config", "+config=tiny", "--freeze", "embedding.*"]) == 0
+
+
 def test_cfg_job_prints_and_does_not_train(capsys):
     assert main(["train", "+config=tiny", "--cfg", "job"]) == 0
     assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny"]))
