@@ -40,7 +40,7 @@ def decide_expert_overlap(config: Config, world_size: int, *, gpu: GPU) -> Overl
     errors = ErrorCollector()
     check_rules(overlapped, "layout", errors=errors)
     if errors.errors:
-        reason = str(errors.errors[0]).partition(":")[0]
+        reason, _, _ = str(errors.errors[0]).rpartition("; ")  # without the cure
         return OverlapChoice(without, f"off: {reason}")
     off = predict(scenario_of(without, world_size, gpu=gpu))
     on = predict(scenario_of(overlapped, world_size, gpu=gpu))

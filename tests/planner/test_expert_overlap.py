@@ -51,6 +51,7 @@ def test_it_is_off_where_its_memory_does_not_fit():
 def test_what_cannot_overlap_and_what_is_set_stays(flags, text):
     choice, _ = decide(*flags)
     assert choice.text.startswith(text) and bool(choice.text) == bool(text)
+    assert not text or ": " in choice.text.removeprefix("off: "), "the reason is a part of it"
     is_on = choice.config.parallel.overlap_moe_expert_parallel_comm
     assert is_on == (flags == ["--overlap-moe-expert-parallel-comm"])
 
