@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.errors import EnvironmentFault
@@ -24,11 +25,14 @@ def start(ctx: ParallelContext, folder: Path, *line: str) -> None:
     require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 
 
-def corpus(folder: Path, *, last: int) -> list[str]:
+def write_corpus(folder: Path, *, last: int) -> None:
     folder.mkdir(exist_ok=True)
     documents = [np.arange(90) % 100, np.array([*range(99), last])]
-    prefix = write_documents(folder / "web", documents, dtype="uint16")
-    return ["--no-mock-data", "--train-data-path", str(prefix)]
+    write_documents(folder / "web", documents, dtype="uint16")
+
+
+def read_corpus(folder: Path) -> list[str]:
+    return ["--no-mock-data", "--train-data-path", str(folder / "web")]
 
 
 @ranks(2, threads=False)
@@ -45,7 +49,9 @@ def test_another_setting_is_named_with_both_values(ctx: ParallelContext, tmp_pat
 def test_another_corpus_of_the_same_sizes_is_named_with_both_fingerprints(
     ctx: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = corpus(tmp_path / "data", last=7)
+    if ctx.rank == 0:  # one writer: both ranks read the same files
+        write_corpus(tmp_path / "data", last=7)
+    barrier(ctx.control)
     if ctx.rank == 1:  # a machine with other bytes under the same name
         real = same_start.fingerprints
         monkeypatch.setattr(
@@ -54,7 +60,7 @@ def test_another_corpus_of_the_same_sizes_is_named_with_both_fingerprints(
             lambda samples: {name: f"{number}0bad" for name, number in real(samples).items()},
         )
     with pytest.raises(EnvironmentFault, match="different corpus .*web is .*0bad there and") as end:
-        start(ctx, tmp_path, *line)
+        start(ctx, tmp_path, *read_corpus(tmp_path / "data"))
     assert "copy it to all machines again" in end.value.fix
 
 
@@ -75,7 +81,8 @@ def test_another_version_is_named(
 
 def test_facts_are_the_files_that_are_read(tmp_path: Path) -> None:
     def facts(last: int) -> dict[str, dict[str, str]]:
-        line = [*corpus(tmp_path / "data", last=last), "--notify", "https://host/secret"]
+        write_corpus(tmp_path / "data", last=last)
+        line = [*read_corpus(tmp_path / "data"), "--notify", "https://host/secret"]
         config, inputs = open_inputs(load(arguments(tmp_path / "run", *line)))
         return facts_of_start(plan_run(config, 1, rank=0), inputs)
 
