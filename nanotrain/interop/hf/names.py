@@ -37,9 +37,9 @@ class HFName:
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
     # first output of the parameter, and distance between its outputs, as in `Interleave`
     interleaved: Sequence[int] = Interleave()
-    # attribute of `ModelShape` with the number of groups, if the outputs of the fused modules are
+    # number of groups, or the attribute of `ModelShape` with it, if outputs of the fused modules are
     # stored group by group: [group 0 of each module | group 1 of each module | ...]
-    groups: str = ""
+    groups: str | int = ""
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
     has_swapped_halves: bool = False  # rotary channels are stored with their second half first
@@ -231,7 +231,9 @@ def _map_parameter(parameter: _Parameter, sizes: Sizes, *, shape: ModelShape) ->
     if hf.has_neighbour_pairs or hf.has_swapped_halves:
         rows = _rotary_rows(num_rows, shape, hf=hf)
     if hf.groups:
-        rows = _grouped_rows(num_rows, fused, num_groups=attrgetter(hf.groups)(shape))
+        num_groups = hf.groups if isinstance(hf.groups, int) else attrgetter(hf.groups)(shape)
+        grouped = _grouped_rows(num_rows, fused, num_groups=num_groups)
+        rows = grouped if rows is None else tuple(grouped[row] for row in rows)
     return TensorMapping(
         parameter.tensor,
         own_shape,

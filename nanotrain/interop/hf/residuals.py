@@ -8,12 +8,18 @@ falcon              key/value heads, and one norm or two
 stablelm_residual   side by side or not, with one norm
 logit_scale         Cohere: a factor of the logits
 cohere_windows      Cohere 2: rotary positions only in layers with a window
+compass_rope        Cohere Compass: rotary positions by kind of layer, or none
+minicpm             MiniCPM 3: factors by the depth and the width of a base model
 """
 
+import math
+
 from nanotrain.config.model import ModelConfig
+from nanotrain.interop.hf.canonical import write_layers
+from nanotrain.interop.hf.layer_types import FULL, rounded
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import read_rope, write_rope
-from nanotrain.interop.hf.windows import read_rope_in_windows
+from nanotrain.interop.hf.windows import SLIDING, read_rope_in_windows, read_window_layers
 
 
 def _read_neox(raw: Raw) -> Values:
@@ -100,6 +106,8 @@ def _write_stablelm(model_config: ModelConfig) -> Values:
 
 def _read_logit_scale(raw: Raw) -> Values:
     scale = raw["logit_scale"]
+    if scale is None:
+        return {"logits_scaling": 1.0}
     if not scale:
         reject("logit_scale", scale, instead="above 0")
     return {"logits_scaling": 1 / scale}
@@ -115,6 +123,63 @@ def _read_cohere_windows(raw: Raw) -> Values:
     return read_rope_in_windows(raw)
 
 
+def _read_compass_rope(raw: Raw) -> Values:
+    """A table of rotary positions per kind of layer; null for layers without."""
+    windows = read_window_layers(raw)
+    tables = {}
+    for kind, has_window in ((FULL, False), (SLIDING, True)):
+        if has_window not in windows:
+            continue
+        if kind not in raw["rope_parameters"]:
+            reject(f"{kind} in rope_parameters", None, instead="a table, or null in it,")
+        table = raw["rope_parameters"][kind]
+        if table is None:
+            continue
+        rope_type = table.get("rope_type", "default")
+        if rope_type != "default":
+            reject(f"rope_type of {kind}", rope_type, instead="default")
+        tables[kind] = float(table["rope_theta"])
+    if not tables:
+        return {"position_embedding_type": "none"}
+    without = []
+    for has_window in windows:
+        without.append((SLIDING if has_window else FULL) not in tables)
+    bases = list(tables.values())
+    values: Values = {"rotary_base": bases[0], "no_rope_freq": write_layers(without)}
+    if bases[-1] != bases[0]:
+        values["rotary_base_local"] = bases[-1]
+    return values
+
+
+def _write_compass_rope(model_config: ModelConfig) -> Values:
+    base = model_config.rotary_base
+    bases = {FULL: base, SLIDING: model_config.rotary_base_local or base}
+    tables: dict[str, Values | None] = {FULL: None, SLIDING: None}
+    layers = zip(model_config.window_layers, model_config.no_rope_layers, strict=True)
+    for has_window, is_without in layers:
+        kind = SLIDING if has_window else FULL
+        if model_config.has_rope and not is_without:
+            tables[kind] = {"rope_type": "default", "rope_theta": bases[kind]}
+    return {"rope_parameters": tables}
+
+
+def _read_minicpm(raw: Raw) -> Values:
+    """Outputs of sublayers by the depth of the model, logits by the width of a base model."""
+    depth = raw["num_hidden_layers"]
+    return {
+        "logits_scaling": rounded(raw["hidden_size"] / raw["dim_model_base"]),
+        "residual_multiplier": rounded(raw["scale_depth"] / math.sqrt(depth)),
+    }
+
+
+def _write_minicpm(model_config: ModelConfig) -> Values:
+    scale = model_config.residual_multiplier * math.sqrt(model_config.num_layers)
+    return {
+        "dim_model_base": round(model_config.hidden_size / model_config.logits_scaling),
+        "scale_depth": rounded(scale),
+    }
+
+
 RESIDUAL_PARTS: dict[str, Part] = {
     "neox_residual": Part(_read_neox, _write_neox),
     "neox_rope": Part(_read_neox_rope, _write_neox_rope),
@@ -123,4 +188,6 @@ RESIDUAL_PARTS: dict[str, Part] = {
     "stablelm_residual": Part(_read_stablelm, _write_stablelm),
     "logit_scale": Part(_read_logit_scale, _write_logit_scale),
     "cohere_windows": Part(_read_cohere_windows),
+    "compass_rope": Part(_read_compass_rope, _write_compass_rope),
+    "minicpm": Part(_read_minicpm, _write_minicpm),
 }

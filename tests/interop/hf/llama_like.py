@@ -123,6 +123,24 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_sandwich_norm": False, "use_attention_gate": False, "rope_parameters": BASES},
     ),
     "apertus1p5_text": ("Apertus1p5Text", {"rope_parameters": BASES["full_attention"]}),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        THREE | {"rope_parameters": BASES | {"full_attention": None}, "logit_scale": 0.25},
+    ),
+    "cohere_compass_text-bases": (
+        "CohereCompassText",
+        THREE | {"rope_parameters": BASES, "tie_word_embeddings": False},
+    ),
+    "codegen": (
+        "CodeGen",
+        {"num_key_value_heads": None, "num_attention_heads": 8, "hidden_size": 64}
+        | {"rotary_dim": 4, "n_inner": 48, "max_position_embeddings": 128},
+    ),
+    "minicpm3": ("MiniCPM3", MLA | {"dim_model_base": 16}),
+    "minicpm3-untied": (
+        "MiniCPM3",
+        MLA | {"q_lora_rank": None, "dim_model_base": 32, "tie_word_embeddings": False},
+    ),
 }
 # The file of transformers that computes a family, where its name is not the family's.
 MODELING = {
@@ -133,6 +151,7 @@ MODELING = {
     "sarvam_moe": "glm4_moe",
     "aria_text": "aria",
     "apertus1p5_text": "apertus1p5",
+    "cohere_compass_text": "cohere_compass",
 }
 # Names of files for names in memory, where neither `layers` nor `other_layers` of a family has
 # both.
@@ -155,6 +174,7 @@ IN_FILES = {
 }
 # The class of a model, where its name is not that of its configuration.
 ARCHITECTURES = {
+    "CohereCompassText": "CohereCompassForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Exaone": "LlamaForCausalLM",
     "InternLM3": "LlamaForCausalLM",

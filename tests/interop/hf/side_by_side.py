@@ -33,7 +33,7 @@ SIDE_BY_SIDE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gptj": (
         "GPTJ",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB}
         | SMALL_TOKENS
         | {"rotary_dim": 4},
     ),
@@ -68,7 +68,5 @@ SIDE_BY_SIDE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo": ("Olmo", LLAMA_SHAPE | SMALL_TOKENS),
 }
-# names of transformers' packages; frequencies of GPT-J are fp32 there
-SIDE_BY_SIDE_IN_FP64 = {
-    name: name.partition("-")[0] for name in SIDE_BY_SIDE if not name.startswith("gptj")
-}
+# names of transformers' packages
+SIDE_BY_SIDE_IN_FP64 = {name: name.partition("-")[0] for name in SIDE_BY_SIDE}

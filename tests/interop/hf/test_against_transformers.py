@@ -129,6 +129,8 @@ NAMED = {
     "youtu",
     "granitemoeshared",
     "apertus1p5_text",
+    "codegen",
+    "cohere_compass_text",
     "hyperclovax",
     "lfm3",
 }
