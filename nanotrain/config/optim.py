@@ -9,6 +9,7 @@ WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficientType = Literal["simple", "quintic", "polar_express", "hybrid"]
+NewtonSchulzAlgorithm = Literal["standard", "gram"]
 MuonTPMode = Literal["distributed", "blockwise"]
 MatmulPrecision = Literal["medium", "highest"]
 
@@ -106,6 +107,11 @@ class OptimConfig:
     (DeepSeek-V4: the last two steps bring singular values to 1)
     """
 
+    muon_ns_algorithm: NewtonSchulzAlgorithm = option("standard")
+    """muon: products of the Newton-Schulz iteration: standard, or gram (of matrices of the smaller
+    side, with a restart after every second step; fewer FLOPs where a side is 1.5 times the other)
+    """
+
     muon_scale_mode: MuonScaleMode = option("spectral")
     """muon: factor of the update by the shape of a matrix: spectral, unit_rms_norm or shape_scaling
     """
@@ -116,6 +122,11 @@ class OptimConfig:
     muon_tp_mode: MuonTPMode = option("distributed")
     """muon: distributed (full matrices, each at one rank) or blockwise (the block of each
     tensor-parallel rank alone)
+    """
+
+    muon_split_qkv_per_head: bool = option(False)
+    """muon: orthogonalize every head of queries, keys, values and output gates apart; in MLA's
+    up-projections the channels with and without position and the values of every head
     """
 
     muon_fp32_matmul_prec: MatmulPrecision = option("medium")

@@ -1,6 +1,7 @@
 """Assignment of hidden matrices to ranks: the owner of a matrix and the pieces of each rank. Pure.
 
     matrices_of        the matrices of a parameter: one, or one per expert of a stack
+    Matrix             a matrix, and the blocks of rows that are updated apart: one per head
     assign_owners      matrices -> owners, with balanced FLOPs
     OwnedMatrix        a matrix, its owner, and its pieces in the shards of its bucket
     assign_matrices    all matrices of several buffer layouts
@@ -46,6 +47,8 @@ class Matrix:
     local_shape: Shape  # on one tensor-parallel rank
     sharded_dim: int | None  # the dim that tensor-parallel ranks share; None if it is replicated
     num_blocks: int  # tensor-parallel ranks that share it
+    # rows of the slices of one head, each of which is updated as a matrix; empty: all rows together
+    head_rows: tuple[int, ...] = ()
 
     @property
     def local_numel(self) -> int:
@@ -61,6 +64,19 @@ class Matrix:
         if self.sharded_dim == 1:
             columns *= self.num_blocks
         return rows, columns
+
+    @property
+    def slice_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the matrices that are updated apart: the slices of one head, or all of it."""
+        if not self.head_rows:
+            return (self.shape,)
+        columns = self.shape[1]
+        return tuple((rows, columns) for rows in self.head_rows)
+
+    @property
+    def num_heads(self) -> int:
+        """How often the slices repeat."""
+        return self.shape[0] // sum(self.head_rows) if self.head_rows else 1
 
 
 @dataclass(frozen=True)
@@ -93,11 +109,18 @@ class OwnedMatrix:
     flops: int  # FLOPs of the update
 
 
-def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
+def matrices_of(
+    param: LocalParam, *, splits_tensors: bool, splits_heads: bool = False
+) -> list[Matrix]:
     """The matrices of a local parameter: its last two dims.
 
-    A 3-D parameter is a stack of matrices, one per expert. `splits_tensors` is False where every
-    tensor-parallel rank treats its rows or columns as a matrix.
+    A 3-D parameter is a stack of matrices, one per expert.
+
+    Args:
+        param: the local parameter.
+        splits_tensors: False where every tensor-parallel rank treats its rows or columns as a
+            matrix.
+        splits_heads: whether heads are updated apart.
     """
     spec = param.spec
     shape = param.box.shape
@@ -115,10 +138,11 @@ def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
             sharded_dim = shard.dim - first_dim
             num_blocks = num_shards
             break
+    head_rows = spec.head_rows if splits_heads else ()
     matrices = []
     for index in range(shape[0] if is_stack else 1):
         local_shape = (shape[-2], shape[-1])
-        matrices.append(Matrix(param, index, local_shape, sharded_dim, num_blocks))
+        matrices.append(Matrix(param, index, local_shape, sharded_dim, num_blocks, head_rows))
     return matrices
 
 
@@ -180,6 +204,7 @@ def assign_matrices(
     sizes: Coordinate,
     flops_of: Callable[[Shape], int],
     splits_tensors: bool,
+    splits_heads: bool = False,
 ) -> tuple[OwnedMatrix, ...]:
     """All matrices of layouts with their pieces and owners.
 
@@ -187,10 +212,19 @@ def assign_matrices(
         layouts: layouts of the buffers that are sharded over one grid.
         sizes: sizes of the grid.
         flops_of: FLOPs of the update of a matrix of a shape.
-        splits_tensors: see `matrices_of`.
+        splits_tensors, splits_heads: see `matrices_of`.
     """
-    located = list(_locate_matrices(layouts, splits_tensors=splits_tensors))
-    flops = [flops_of(matrix.shape) for matrix, _, _ in located]
+    located = []
+    for entry, bucket_index, bucket in _matrix_params(layouts):
+        matrices = matrices_of(
+            entry.param, splits_tensors=splits_tensors, splits_heads=splits_heads
+        )
+        for matrix in matrices:
+            located.append((matrix, bucket_index, split_matrix(matrix, entry, bucket=bucket)))
+    flops = []
+    for matrix, _, _ in located:
+        head_flops = sum(flops_of(shape) for shape in matrix.slice_shapes)
+        flops.append(matrix.num_heads * head_flops)
     owners = assign_owners(flops, sizes)
     owned = []
     for (matrix, bucket, pieces), owner, cost in zip(located, owners, flops, strict=True):
@@ -198,14 +232,12 @@ def assign_matrices(
     return tuple(owned)
 
 
-def _locate_matrices(
-    layouts: Sequence[BufferLayout], *, splits_tensors: bool
-) -> Iterator[tuple[Matrix, int, dict[int, Piece]]]:
-    """For every matrix, the index of its bucket, and its piece by rank."""
+def _matrix_params(
+    layouts: Sequence[BufferLayout],
+) -> Iterator[tuple[FlatRange, int, BucketLayout]]:
+    """The parameters with matrices, as ranges of a bucket, its index and the bucket."""
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
     for bucket_index, bucket in enumerate(buckets):
         for entry in bucket.params:
-            if not entry.param.spec.needs_whole_matrix:
-                continue
-            for matrix in matrices_of(entry.param, splits_tensors=splits_tensors):
-                yield matrix, bucket_index, split_matrix(matrix, entry, bucket=bucket)
+            if entry.param.spec.needs_whole_matrix:
+                yield entry, bucket_index, bucket

@@ -341,11 +341,13 @@ class MatrixUpdate:
         self._config = config
         matrices = plan_matrices(layouts, rule, config=config, groups=groups)
         self.balance = describe_balance(matrices, groups.sizes) if matrices else None
+        self._matrices = matrices
         self._routes = MatrixRoutes(matrices, groups)
         self._buckets = [MatrixBucket(parts) for parts in buckets]
+        self._shard = groups.shard.index
         self._pieces: dict[int, LocalPiece] = {}  # local pieces by matrix_id
         for matrix_id, owned in enumerate(matrices):
-            piece = owned.pieces.get(groups.shard.index)
+            piece = owned.pieces.get(self._shard)
             if piece is not None:
                 local = LocalPiece(owned, piece.start, piece.stop)
                 self._pieces[matrix_id] = local
@@ -362,7 +364,10 @@ class MatrixUpdate:
             return directions[piece.owned.bucket][piece.start - first : piece.stop - first]
 
         def transform(full: Tensor, matrix_id: int) -> Tensor:
-            return self._rule.transform(full, self._config)
+            head_rows = self._matrices[matrix_id].matrix.head_rows
+            return transform_heads(
+                full, head_rows, lambda heads: self._rule.transform(heads, self._config)
+            )
 
         for matrix_id, elements in self._routes.run(direction_of, like=like, transform=transform):
             direction_of(matrix_id).copy_(elements)
@@ -411,13 +416,33 @@ class MatrixUpdate:
                     continue
                 elements = main[begin - first : end - first]
                 direction = directions[begin - bucket.start : end - bucket.start]
-                matrix = piece.owned.matrix
-                if matrix.param.spec.weight_decay:
+                if piece.owned.matrix.param.spec.weight_decay:
                     elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
-                scale = self._rule.scale(matrix.shape, self._config)
+                scale, factors = self._scales(piece, slice(begin, end))
+                if factors is not None:
+                    direction = direction * factors.to(direction.device)
                 # A skipped step adds zeros.
                 elements.add_((direction * applied).to(main.device), alpha=-step.lr * scale)
             part.main.write(main, start)
+
+    def _scales(self, piece: LocalPiece, elements: slice) -> tuple[float, Tensor | None]:
+        """The factor of the update of elements of a piece, counted as `piece.start`.
+
+        Returns:
+            the factor of the first slice of a head, and factors [n] of the elements relative to it
+            where slices have different ones.
+        """
+        matrix = piece.owned.matrix
+        scales = [self._rule.scale(shape, self._config) for shape in matrix.slice_shapes]
+        if len(set(scales)) == 1:
+            return scales[0], None
+        first = piece.owned.pieces[self._shard].elements.start - piece.start
+        columns = matrix.local_shape[1]
+        rows = torch.arange(first + elements.start, first + elements.stop) // columns
+        row_scales: list[float] = []
+        for scale, num_rows in zip(scales, matrix.head_rows, strict=True):
+            row_scales += [scale / scales[0]] * num_rows
+        return scales[0], torch.tensor(row_scales)[rows % len(row_scales)]
 
 
 def plan_matrices(
@@ -433,7 +458,25 @@ def plan_matrices(
         sizes=groups.sizes,
         flops_of=flops_of,
         splits_tensors=config.muon_tp_mode != "blockwise",
+        splits_heads=config.muon_split_qkv_per_head,
     )
+
+
+def transform_heads(
+    full: Tensor, head_rows: Sequence[int], transform: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Transform the slices of every head apart.
+
+    Args:
+        full: [rows, columns].
+        head_rows: rows of the slices of one head; empty: the matrix is transformed as a whole.
+        transform: function of [rows, columns] or of [heads, rows, columns], with equal shape.
+    """
+    if not head_rows:
+        return transform(full)
+    heads = full.unflatten(0, (-1, sum(head_rows)))
+    transformed = [transform(part) for part in heads.split(list(head_rows), dim=1)]
+    return torch.cat(transformed, dim=1).flatten(0, 1)
 
 
 def grid_groups(

@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.config.optim import MuonScaleMode
+from nanotrain.config.optim import MuonScaleMode, NewtonSchulzAlgorithm
 from nanotrain.optim.elementwise import ADAM, LION
+from nanotrain.optim.gram_newton_schulz import gram_newton_schulz, gram_newton_schulz_flops
 from nanotrain.optim.newton_schulz import newton_schulz, newton_schulz_flops
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
 
 SCALAR_RULES: dict[str, UpdateRule] = {"adam": ADAM, "lion": LION}
+Transform = Callable[[Tensor, OptimConfig], Tensor]
+Flops = Callable[[Shape, OptimConfig], int]
+ALGORITHMS: dict[NewtonSchulzAlgorithm, tuple[Transform, Flops]] = {
+    "standard": (newton_schulz, newton_schulz_flops),
+    "gram": (gram_newton_schulz, gram_newton_schulz_flops),
+}
 SCALES: dict[MuonScaleMode, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
@@ -40,6 +47,18 @@ def update_momentum(part: ParamRange, config: OptimConfig) -> Tensor:
     if config.muon_use_nesterov:
         return part.grad.lerp(buffer, config.muon_momentum)
     return buffer
+
+
+def orthogonalize(direction: Tensor, config: OptimConfig) -> Tensor:
+    """Move the singular values of [..., rows, columns] near 1."""
+    transform, _ = ALGORITHMS[config.muon_ns_algorithm]
+    return transform(direction, config)
+
+
+def orthogonalize_flops(shape: Shape, config: OptimConfig) -> int:
+    """FLOPs of `orthogonalize`."""
+    _, flops = ALGORITHMS[config.muon_ns_algorithm]
+    return flops(shape, config)
 
 
 def scale_of(shape: Shape, config: OptimConfig) -> float:
@@ -75,9 +94,9 @@ MUON = UpdateRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,
         momentum="momentum_buffer",
-        transform=newton_schulz,
+        transform=orthogonalize,
         scale=scale_of,
-        flops=newton_schulz_flops,
+        flops=orthogonalize_flops,
         dtype=matmul_dtype,
     ),
 )

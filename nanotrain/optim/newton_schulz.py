@@ -73,18 +73,26 @@ def coefficients_of(kind: MuonCoefficientType, num_steps: int) -> Sequence[Coeff
 
 
 def newton_schulz(direction: Tensor, config: OptimConfig) -> Tensor:
-    """Move the singular values of [rows, columns] near 1, in the dtype of the direction.
+    """Move the singular values of [..., rows, columns] near 1, in the dtype of the direction.
 
     Five simple steps bring singular values of 1e-2 to 1 times the largest into about [0.7, 1.2].
     """
-    is_tall = direction.shape[0] > direction.shape[1]
-    x = direction.T if is_tall else direction
-    x = x / x.norm().clamp(min=EPSILON)  # the spectral norm is at most this one
+    is_tall = direction.shape[-2] > direction.shape[-1]
+    x = direction.mT if is_tall else direction
+    x = x / frobenius_norm(x).clamp(min=EPSILON)  # the spectral norm is at most this one
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in coefficients_of(config.muon_coefficient_type, config.muon_num_ns_steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def frobenius_norm(x: Tensor) -> Tensor:
+    """Frobenius norms of [rows, columns], a scalar, or of [heads, rows, columns], [heads, 1, 1]."""
+    if x.ndim == 2:
+        return x.norm()
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
 
 
 def newton_schulz_flops(shape: Shape, config: OptimConfig) -> int:

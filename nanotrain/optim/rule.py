@@ -66,7 +66,7 @@ class MatrixRule:
     # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped
     # step the gradient is replaced by one that leaves the state unchanged, see `momentum`
     direction: Callable[[ParamRange, OptimConfig], Tensor]
-    # transforms a full matrix of directions, [rows, columns]
+    # transforms full matrices of directions, [rows, columns] or [heads, rows, columns]
     transform: Callable[[Tensor, OptimConfig], Tensor]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # FLOPs of `transform`

@@ -75,9 +75,11 @@ class Declaration:
         """A bias, if the layer has one."""
         return (self.vector("bias", *shape),) if exists else ()
 
-    def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
-        """A linear layer sharded along its outputs."""
-        weight = self.linear_weight(outputs, inputs)
+    def column_linear(
+        self, outputs: int, inputs: int, *, bias: bool = False, head_rows: tuple[int, ...] = ()
+    ) -> Specs:
+        """A linear layer sharded along its outputs; `head_rows` are the slices of one head."""
+        weight = replace(self.linear_weight(outputs, inputs), head_rows=head_rows)
         specs = (weight, *self.bias(outputs, exists=bias))
         return tuple(replace(spec, shards=COLUMN_SHARDS) for spec in specs)
 

@@ -40,9 +40,12 @@ class Trainee:
         precision_config = PrecisionConfig(
             params_dtype=DTYPE_NAMES[dtype], initial_loss_scale=1024.0, hysteresis=1
         )
-        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES)).to(
-            options.pop("device", "cpu")
+        stage = Toy(
+            dtype=dtype,
+            shapes=options.pop("shapes", SHAPES),
+            head_rows=options.pop("head_rows", ()),
         )
+        self.stage = stage.to(options.pop("device", "cpu"))
         self.parallel: DataParallel = wrap(
             ctx, self.stage, strategy=strategy, dtype=dtype, **options
         )

@@ -36,8 +36,11 @@ def attention(declare: Declaration) -> Specs:
     key_size = shape.query_groups * shape.head_dim
     value_size = shape.query_groups * shape.value_head_dim
     output_size = shape.num_heads * shape.value_head_dim
-    key = declare.column_linear(key_size, hidden, bias=has_bias)
-    value = declare.column_linear(value_size, hidden, bias=has_bias)
+    head = (shape.head_dim,)
+    query = declare.column_linear(query_size, hidden, bias=has_bias, head_rows=head)
+    key = declare.column_linear(key_size, hidden, bias=has_bias, head_rows=head)
+    value_head = (shape.value_head_dim,)
+    value = declare.column_linear(value_size, hidden, bias=has_bias, head_rows=value_head)
     if shape.replicates_kv_heads(declare.tensor_parallel_size):
         key = _replicated(key)
         value = _replicated(value)
@@ -45,16 +48,28 @@ def attention(declare: Declaration) -> Specs:
     if shape.has_sink:
         init = Normal(shape.init_std)
         specs += (declare.head_vector("softmax_offset", shape.num_heads, init=init),)
-    specs += nest("query", declare.column_linear(query_size, hidden, bias=has_bias))
+    specs += nest("query", query)
     specs += nest("key", key)
     if not shape.attention_k_eq_v:
         specs += nest("value", value)
     if shape.has_output_gate:
-        gate_size = shape.num_heads * shape.gate_channels
-        specs += nest("gate", declare.column_linear(gate_size, hidden, bias=has_bias))
+        specs += nest("gate", output_gate(declare))
     specs += head_norms(declare, query_norm=query_size, key_norm=key_size)
     output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
     return specs + nest("output", output)
+
+
+def output_gate(declare: Declaration) -> Specs:
+    """The projection to gates of the outputs: one channel or as many as a head has."""
+    shape = declare.shape
+    channels = shape.gate_channels
+    head_rows = (channels,) if channels > 1 else ()
+    return declare.column_linear(
+        shape.num_heads * channels,
+        shape.hidden_size,
+        bias=shape.has_qkv_bias,
+        head_rows=head_rows,
+    )
 
 
 def _replicated(specs: Specs) -> Specs:
@@ -90,15 +105,18 @@ def mla(declare: Declaration) -> Specs:
     query_size = shape.num_heads * shape.head_dim
     key_value_size = shape.num_heads * (shape.mla.qk_head_dim + shape.value_head_dim)
     kv_down_size = compressed + shape.mla.qk_pos_emb_head_dim
+    query_head = (shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim)
+    key_value_head = (shape.mla.qk_head_dim, shape.value_head_dim)
     if rank is None:
-        specs = nest("query", declare.column_linear(query_size, hidden))
+        specs = nest("query", declare.column_linear(query_size, hidden, head_rows=query_head))
     else:
         specs = nest("query_down", declare.replicated_linear(rank, hidden))
         specs += nest("query_latent_norm", norm(declare, rank))
-        specs += nest("query_up", declare.column_linear(query_size, rank))
+        specs += nest("query_up", declare.column_linear(query_size, rank, head_rows=query_head))
     specs += nest("kv_down", declare.replicated_linear(kv_down_size, hidden))
     specs += nest("kv_latent_norm", norm(declare, compressed))
-    specs += nest("kv_up", declare.column_linear(key_value_size, compressed))
+    kv_up = declare.column_linear(key_value_size, compressed, head_rows=key_value_head)
+    specs += nest("kv_up", kv_up)
     output_size = shape.num_heads * shape.value_head_dim
     return specs + nest("output", declare.row_linear(hidden, output_size))
 

@@ -113,8 +113,14 @@ def _declare(declare: Declaration, gates: Specs, *, num_steps: int) -> Specs:
     decay = declare.head_vector("decay", sizes.num_value_heads, init=DECAY_RATES)
     step_bias = declare.head_vector("step_bias", num_steps, init=STEPS)
     specs: Specs = (decay, step_bias)
+    head_dims = {
+        "query": sizes.key_head_dim,
+        "key": sizes.key_head_dim,
+        "value": sizes.value_head_dim,
+    }
     for name, width in widths.items():
-        specs += nest(name, declare.column_linear(width, hidden))
+        projection = declare.column_linear(width, hidden, head_rows=(head_dims[name],))
+        specs += nest(name, projection)
     for name, width in widths.items():
         specs += nest(f"{name}_conv", declare.convolution(width, sizes.conv_kernel_dim))
     # one weight for all heads, which tp shards

@@ -1,7 +1,7 @@
 """Attention to the keys and values of an earlier layer: parameters and operators."""
 
 from nanotrain.spec.declaration import Declaration, Specs, nest
-from nanotrain.spec.kinds.attention import head_norms, projected_attention
+from nanotrain.spec.kinds.attention import head_norms, output_gate, projected_attention
 from nanotrain.spec.kinds.core_attention import core_attention
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.operators import Operators
@@ -19,10 +19,11 @@ def declare(declare: Declaration) -> Specs:
     if shape.has_sink:
         init = Normal(shape.init_std)
         specs += (declare.head_vector("softmax_offset", shape.num_heads, init=init),)
-    specs += nest("query", declare.column_linear(query_size, hidden, bias=has_bias))
+    head = (shape.head_dim,)
+    query = declare.column_linear(query_size, hidden, bias=has_bias, head_rows=head)
+    specs += nest("query", query)
     if shape.has_output_gate:
-        gate_size = shape.num_heads * shape.gate_channels
-        specs += nest("gate", declare.column_linear(gate_size, hidden, bias=has_bias))
+        specs += nest("gate", output_gate(declare))
     specs += head_norms(declare, query_norm=query_size)
     output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
     return specs + nest("output", output)

@@ -38,12 +38,20 @@ class Unit(nn.Module):
 
 
 class Toy(nn.Module):
-    """Units that run in the order of the argument; gradients are ready in the opposite order."""
+    """Units that run in the order of the argument; gradients are ready in the opposite order.
+
+    `head_rows` are the slices of one head in matrices with a multiple of so many rows.
+    """
 
     def __init__(
-        self, *, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        head_rows: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.head_rows = head_rows
         self.units = nn.ModuleList(Unit(shape, dtype=dtype) for shape in shapes)
 
     def forward(self, scale: float, order: Iterable[int] | None = None) -> Tensor:
@@ -66,6 +74,11 @@ def _row_of(numel: int) -> Tensor:
 
 
 def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalParam]:
+    head_rows: tuple[int, ...] = getattr(stage, "head_rows", ())
+
+    def has_heads(p: nn.Parameter) -> bool:
+        return p.ndim == 2 and bool(head_rows) and len(p) % sum(head_rows) == 0
+
     return [
         LocalParam(
             ParamSpec(
@@ -77,6 +90,7 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
                 unit=name.removesuffix(".weight"),
                 is_shared=name in tied,
                 needs_whole_matrix=p.ndim >= 2,
+                head_rows=head_rows if has_heads(p) else (),
             ),
             Box.full(tuple(p.shape)),
         )
