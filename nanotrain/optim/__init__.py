@@ -1,7 +1,10 @@
 """Optimization: update rules, the distributed optimizer, clipping, learning-rate schedules.
 
     rule.py, elementwise.py, muon.py    the interface of update rules, and the rules
-    matrices.py, matrix_update.py       hidden matrices: their owners, and Muon's update of them
+    newton_schulz.py, gram_newton_schulz.py
+                                        Muon's iterations
+    matrices.py, matrix_routes.py       hidden matrices: their owners, and the way to them
+    matrix_update.py, heads.py          the update of matrices, and of the heads of a projection
     state.py, stored.py, offload.py     state of a shard, its dtypes, state in host memory
     distributed.py                      the distributed optimizer
     sharded_module.py                   data parallelism and this optimizer for any torch module

@@ -31,7 +31,8 @@ from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.average import WeightAverage
 from nanotrain.optim.frozen import FrozenState, frozen_states
-from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
+from nanotrain.optim.matrix_routes import grid_groups
+from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.rule import ParamRange, UpdateStep
 from nanotrain.optim.state import BucketState, PartState

@@ -23,7 +23,7 @@ from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.model import MoEConfig
 from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.optim.matrix_update import MatrixRoutes, grid_groups, plan_matrices
+from nanotrain.optim.matrix_routes import MatrixRoutes, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes

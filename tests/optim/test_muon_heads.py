@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanotrain.config.config import OptimConfig
+from nanotrain.optim.heads import transform_heads
 from nanotrain.optim.matrices import matrices_of
-from nanotrain.optim.matrix_update import transform_heads
 from nanotrain.optim.newton_schulz import newton_schulz
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
@@ -47,11 +47,11 @@ def test_heads_are_updated_as_their_formulas_say(num_ranks: int) -> None:
 
 def test_heads_are_slices_of_rows_that_repeat() -> None:
     full = torch.randn(12, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = transform_heads(full, HEAD, lambda heads: newton_schulz(heads, CONFIG))
+    found = transform_heads(full, HEAD, transform=lambda heads: newton_schulz(heads, CONFIG))
     for start, rows in ((0, 2), (2, 4), (6, 2), (8, 4)):
         head = slice(start, start + rows)
         torch.testing.assert_close(found[head], newton_schulz(full[head], CONFIG))
-    assert transform_heads(full, (), lambda heads: 2 * heads).equal(2 * full)
+    assert transform_heads(full, (), transform=lambda heads: 2 * heads).equal(2 * full)
 
 
 def declared(mixer: str, model: dict) -> dict[str, tuple[int, ...]]:
