@@ -215,6 +215,14 @@ class MoEConfig:
     and the router a learned vector on its input and a learned factor per expert (Gemma 4)
     """
 
+    shared_expert_average: bool = option(False)
+    """the output is the mean of the routed experts and the shared expert, in place of their sum
+    (Cohere 2 MoE)
+    """
+
+    output_norm: bool = option(False)
+    """normalize the outputs of layers with experts, and not of dense MLPs (A.X-K1)"""
+
     shared_expert_gate: bool = option(False)
     """multiply the output of the shared expert by the sigmoid of a learned projection of the token
     """

@@ -27,7 +27,7 @@ Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
 LayerNormParameters = Literal["weight_and_bias", "weight", "none"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal[
-    "gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"
+    "gelu", "gelu_tanh", "relu", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"
 ]
 
 
@@ -141,6 +141,11 @@ class ModelFields:
     position_embedding_type: PositionEmbedding = option("rope")
     """learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none"""
 
+    learned_position_offset: int = option(0, check=at_least(0))
+    """position_embedding_type learned_absolute: rows of the table before that of the first
+    position, which nothing reads (OPT)
+    """
+
     rotary_base: float = option(10000.0, check=above(0))
     """base of the rotary frequencies"""
 
@@ -221,8 +226,8 @@ class ModelFields:
     """residual_type mhc: added to weights and sums"""
 
     activation: Activation = option("swiglu")
-    """gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu
-    (gated sigmoid GELU), geglu_tanh or xielu (with two learned weights, Apertus)
+    """gelu, gelu_tanh (GPT-2's approximation), relu (OPT), swiglu (gated SiLU), squared_relu,
+    quick_geglu (gated sigmoid GELU), geglu_tanh or xielu (with two learned weights, Apertus)
     """
 
     glu_linear_offset: float = option(0.0)
@@ -237,6 +242,9 @@ class ModelFields:
 
     add_qkv_bias: bool = option(False)
     """biases on the query, key and value projections only (Qwen2)"""
+
+    add_attention_output_bias: bool = option(False)
+    """biases on the output projections of attention only (GPT-Neo)"""
 
     add_mlp_bias: bool = option(False)
     """biases on the projections of dense MLPs and shared experts only (GPT-J)"""

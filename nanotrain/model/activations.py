@@ -37,6 +37,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "swiglu": F.silu,
     "squared_relu": squared_relu,
     "quick_geglu": quick_gelu,

@@ -42,6 +42,7 @@ class Embedding(nn.Module):
         super().__init__()
         weight = params["word.weight"]
         self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
+        self.position_offset = model_config.learned_position_offset
         self.position: nn.Module | None = None
         if "position.weight" in params:
             self.position = VocabParallelEmbedding(
@@ -61,7 +62,8 @@ class Embedding(nn.Module):
             return hidden
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        positions: Tensor = self.position(self.tensor_parallel.local_slice(position_ids))
+        rows = self.tensor_parallel.local_slice(position_ids + self.position_offset)
+        positions: Tensor = self.position(rows)
         return hidden + positions
 
 

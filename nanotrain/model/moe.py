@@ -27,7 +27,7 @@ from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.kernels.linear import Linear
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
-from nanotrain.model.norm import build_norm
+from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
@@ -101,6 +101,8 @@ class MoELayer(nn.Module):
         self.shared_post_norm = own_norm(params.submodule("shared_post_norm"))
         self.input_norm = own_norm(params.submodule("input_norm"))
         self.output_norm = own_norm(params.submodule("output_norm"))
+        self.post_norm = own_norm(params.submodule("post_norm"))
+        self.sum_scale = build_scale(0.5 if moe.shared_expert_average else 1.0)
         self.dropout = dropout
 
     @eager
@@ -108,13 +110,14 @@ class MoELayer(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         finish = self.start(hidden, context)
         if self.shared is None:
-            return self.dropout(finish(), context.dropout)
+            return self.dropout(self.post_norm(finish()), context.dropout)
         # while the tokens are sent
         shared = self.shared_post_norm(self.shared(self.shared_norm(hidden), context))
         if self.shared_gate is not None:
             # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        return self.dropout(self.output_norm(finish()) + shared, context.dropout)
+        out = self.sum_scale(self.output_norm(finish()) + shared)
+        return self.dropout(self.post_norm(out), context.dropout)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def start(self, hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:

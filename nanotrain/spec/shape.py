@@ -57,6 +57,7 @@ class ModelShape:
     activation: str  # of MLPs and experts
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
+    has_output_bias: bool  # biases on the output projections of attention
     has_mlp_bias: bool  # biases on the projections of dense MLPs and shared experts
     has_head_bias: bool  # a bias on the logits
     normalization: Normalization
@@ -137,7 +138,9 @@ class ModelShape:
         num_positions = None
         if model_config.position_embedding_type == "learned_absolute":
             num_positions = model_config.max_position_embeddings
+            num_positions += model_config.learned_position_offset
         has_qkv_bias = model_config.add_bias_linear or model_config.add_qkv_bias
+        has_output_bias = model_config.add_bias_linear or model_config.add_attention_output_bias
         has_mlp_bias = model_config.add_bias_linear or model_config.add_mlp_bias
         has_wide_qk_norm = model_config.qk_layernorm and model_config.qk_layernorm_across_heads
         has_qk_norm = model_config.qk_layernorm and not model_config.qk_layernorm_across_heads
@@ -152,6 +155,7 @@ class ModelShape:
             has_rotary=model_config.has_rope,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=has_qkv_bias,
+            has_output_bias=has_output_bias,
             has_mlp_bias=has_mlp_bias,
             has_head_bias=model_config.add_head_bias,
             has_qk_norm=has_qk_norm,

@@ -138,6 +138,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_apply_probs_on_input": True,
         "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_average": True,
+        "moe_output_norm": True,
         "hidden_dropout": 0.1,
     },
     "shortcuts": EXPERTS

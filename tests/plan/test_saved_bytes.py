@@ -61,7 +61,7 @@ MODELS = {
     "moe": MOE,
     "shared": SHARED,
     "latent": f"{SHARED} --moe-latent-size 24",
-    "zero experts": f"{SHARED} --moe-num-zero-experts 2",
+    "zero experts": f"{SHARED} --moe-num-zero-experts 2 --moe-output-norm --moe-shared-expert-average",
     "shortcut": f"{SHARED.replace('--moe-shared-expert-gate', '--moe-shortcut')} --moe-num-zero-experts 2",
     "gemma": GEMMA,
     "olmo": OLMO,
@@ -73,7 +73,8 @@ MODELS = {
     "narrow values": f"{LLAMA} --value-channels 8",
     "shared keys": f"{LLAMA} --num-layers 2 --num-kv-shared-layers 1 --qk-layernorm",
     "values are keys": f"{LLAMA} --qk-layernorm --attention-k-eq-v --value-l2-norm --layer-scale",
-    "separate norms": f"{SHARED.replace('--moe-shared-expert-gate', '--moe-separate-norms')} --norm-placement sandwich",
+    "separate norms": f"{SHARED.replace('--moe-shared-expert-gate', '--moe-separate-norms')} --norm-placement sandwich "
+    "--moe-output-norm",
     "inputs of layers": f"{LLAMA} --layer-input-size 8 --activation geglu_tanh",
     "values with a norm": f"{LLAMA} --qk-layernorm --value-l2-norm",
     "math": f"{LLAMA} --attention-backend unfused",

@@ -134,6 +134,12 @@ def check_shortcut(c: Settings) -> Errors:
             why="the shared expert is the MLP of the first block, which has no gate",
             fix="leave out --moe-shortcut or --moe-shared-expert-gate",
         )
+    if c.moe.output_norm or c.moe.shared_expert_average:
+        yield ConfigError(
+            "moe_shortcut with moe_output_norm or moe_shared_expert_average",
+            why="the outputs of shared and routed experts are added at different places",
+            fix="leave out --moe-shortcut, or --moe-output-norm and --moe-shared-expert-average",
+        )
     has_output_norms = c.model.norm_placement != "pre"
     if has_output_norms or c.linear.norm_placement in ("post", "sandwich"):
         yield ConfigError(

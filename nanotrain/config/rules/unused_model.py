@@ -34,6 +34,12 @@ def unused_positions(c: Settings) -> UnusedFields:
             why="no layer has rotary positions",
             fix="set --position-embedding-type rope or yarn",
         )
+    if c.model.position_embedding_type != "learned_absolute":
+        yield unused(
+            "learned_position_offset",
+            by="position_embedding_type",
+            why="it belongs to position_embedding_type learned_absolute",
+        )
     if c.model.multi_latent_attention:
         yield unused("no_rope_freq", by="multi_latent_attention", why=MLA_ROTATES)
 
@@ -303,6 +309,7 @@ def unused_position_ids(c: Settings) -> UnusedFields:
     if c.model.add_bias_linear:
         yield unused(
             "add_qkv_bias",
+            "add_attention_output_bias",
             "add_mlp_bias",
             by="add_bias_linear",
             why="add_bias_linear already adds these biases",
@@ -348,6 +355,11 @@ def unused_with_mla(c: Settings) -> UnusedFields:
         by=by,
         why="the projections of multi_latent_attention have no biases",
         is_harmless=True,
+    )
+    yield unused(
+        "add_attention_output_bias",
+        by=by,
+        why="the projections of multi_latent_attention have no biases",
     )
     yield unused("kv_channels", by=by, why=MLA_HEADS, is_harmless=True)
     yield unused("qk_layernorm", by=by, why=always_normalizes, is_harmless=True)
@@ -427,6 +439,7 @@ def unused_router(c: Settings) -> UnusedFields:
     if c.moe.shared_expert_intermediate_size is None:
         yield unused(
             "moe_shared_expert_gate",
+            "moe_shared_expert_average",
             by="moe_shared_expert_intermediate_size",
             why="there is no shared expert",
             fix="set --moe-shared-expert-intermediate-size",

@@ -37,8 +37,8 @@ class HFName:
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
     # first output of the parameter, and distance between its outputs, as in `Interleave`
     interleaved: Sequence[int] = Interleave()
-    # number of groups, or the attribute of `ModelShape` with it, if outputs of the fused modules are
-    # stored group by group: [group 0 of each module | group 1 of each module | ...]
+    # number of groups, or the attribute of `ModelShape` with it, if the fused modules are stored
+    # group by group: [group 0 of each module | group 1 of each module | ...]
     groups: str | int = ""
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair

@@ -111,6 +111,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu": "relu",
 }
 
 
@@ -122,7 +123,20 @@ def _read_activation(raw: Raw) -> Values:
 
 
 def _write_activation(model_config: ModelConfig, *, tanh: str = "gelu_new") -> Values:
-    return {"activation_function": "gelu" if model_config.activation == "gelu" else tanh}
+    is_tanh = model_config.activation == "gelu_tanh"
+    return {"activation_function": tanh if is_tanh else model_config.activation}
+
+
+def _read_embedding_width(raw: Raw) -> Values:
+    """OPT: word embeddings as wide as the hidden states."""
+    width = raw["word_embed_proj_dim"]
+    if width not in (None, raw["hidden_size"]):
+        reject("word_embed_proj_dim", width, instead=f"hidden_size, {raw['hidden_size']},")
+    return {}
+
+
+def _write_embedding_width(model_config: ModelConfig) -> Values:
+    return {"word_embed_proj_dim": model_config.hidden_size}
 
 
 PARTS: dict[str, Part] = {
@@ -132,6 +146,7 @@ PARTS: dict[str, Part] = {
     "softmax_scale": Part(_read_scale, _write_scale),
     "llama_biases": Part(_read_biases, _write_biases),
     "gpt2_activation": Part(_read_activation, _write_activation),
+    "embedding_width": Part(_read_embedding_width, _write_embedding_width),
     "hyperclovax": Part(_read_hyperclovax, _write_hyperclovax),
     "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
     **EXPERT_PARTS,

@@ -8,14 +8,17 @@ falcon              key/value heads, and one norm or two
 stablelm_residual   side by side or not, with one norm
 logit_scale         Cohere: a factor of the logits
 cohere_windows      Cohere 2: rotary positions only in layers with a window
+cohere_moe          Cohere 2 MoE: the kind of norms, experts, rotary positions
 compass_rope        Cohere Compass: rotary positions by kind of layer, or none
 minicpm             MiniCPM 3: factors by the depth and the width of a base model
 """
 
 import math
 
-from nanotrain.config.model import ModelConfig
-from nanotrain.interop.hf.canonical import write_layers
+from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.interop.hf.canonical import resolved, write_layers
+from nanotrain.interop.hf.config_class import pass_over
+from nanotrain.interop.hf.experts import read_mlp_types, write_num_shared
 from nanotrain.interop.hf.layer_types import FULL, rounded
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import read_rope, write_rope
@@ -123,6 +126,78 @@ def _read_cohere_windows(raw: Raw) -> Values:
     return read_rope_in_windows(raw)
 
 
+def _read_cohere_moe(raw: Raw) -> Values:
+    """The kind of norms, the layers with experts, and rotary positions in windows.
+
+    With `prefix_dense_sliding_window_pattern` 1 dense layers have rotary positions too.
+    """
+    values = read_mlp_types(raw)
+    values["ffn_hidden_size"] = None
+    kinds = raw["mlp_layer_types"]
+    width = raw["prefix_dense_intermediate_size"]
+    if "dense" in kinds:
+        values["ffn_hidden_size"] = raw["intermediate_size"] if width is None else width
+    if raw["sliding_window"] is None:  # then layers of both kinds are without rotary positions
+        reject("sliding_window", None, instead="a number")
+    dense_have_rope = raw["prefix_dense_sliding_window_pattern"] == 1
+    without = []
+    for kind, has_window in zip(kinds, read_window_layers(raw), strict=True):
+        has_rope = has_window or (kind == "dense" and dense_have_rope)
+        without.append(not has_rope)
+    values["no_rope_freq"] = write_layers(without)
+    values |= _read_cohere_norm(raw)
+    score = raw["expert_selection_fn"]
+    if score == "sigmoid" and not raw["norm_topk_prob"]:
+        reject("norm_topk_prob", False, instead="true beside sigmoid")
+    values["moe.router_score_function"] = score
+    values |= {"moe.router_norm_epsilon": 0.0} if score == "sigmoid" else {}
+    num_shared = raw["num_shared_experts"]
+    strategy = raw["shared_expert_combination_strategy"]
+    if num_shared:
+        if strategy not in ("average", "sum"):
+            reject("shared_expert_combination_strategy", strategy, instead="average or sum")
+        values["moe.shared_expert_intermediate_size"] = num_shared * raw["intermediate_size"]
+        values["moe.shared_expert_average"] = strategy == "average"
+    return values
+
+
+def _read_cohere_norm(raw: Raw) -> Values:
+    """An RMSNorm where it has an epsilon, else a LayerNorm without bias."""
+    epsilon = raw["rms_norm_eps"]
+    if epsilon is not None:
+        pass_over(raw, "layer_norm_eps")
+        return {"normalization": "RMSNorm", "norm_epsilon": epsilon}
+    return {
+        "layernorm_parameters": "weight",
+        "normalization": "LayerNorm",
+        "norm_epsilon": raw["layer_norm_eps"],
+    }
+
+
+def _write_cohere_moe(model_config: ModelConfig) -> Values:
+    moe = resolved(model_config).moe or MoEConfig()
+    epsilon = model_config.norm_epsilon
+    is_rms = model_config.normalization == "RMSNorm"
+    kinds = ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]
+    full_dense = []  # whether dense layers without a window have no rotary positions
+    for kind, has_window, without in zip(
+        kinds, model_config.window_layers, model_config.no_rope_layers, strict=True
+    ):
+        if kind == "dense" and not has_window:
+            full_dense.append(without)
+    return {
+        "expert_selection_fn": moe.router_score_function,
+        "layer_norm_eps": epsilon,
+        "mlp_layer_types": kinds,
+        "norm_topk_prob": True,
+        "num_shared_experts": write_num_shared(model_config),
+        "prefix_dense_intermediate_size": model_config.ffn_size,
+        "prefix_dense_sliding_window_pattern": 4 if any(full_dense) else 1,
+        "rms_norm_eps": epsilon if is_rms else None,
+        "shared_expert_combination_strategy": "average" if moe.shared_expert_average else "sum",
+    }
+
+
 def _read_compass_rope(raw: Raw) -> Values:
     """A table of rotary positions per kind of layer; null for layers without."""
     windows = read_window_layers(raw)
@@ -188,6 +263,7 @@ RESIDUAL_PARTS: dict[str, Part] = {
     "stablelm_residual": Part(_read_stablelm, _write_stablelm),
     "logit_scale": Part(_read_logit_scale, _write_logit_scale),
     "cohere_windows": Part(_read_cohere_windows),
+    "cohere_moe": Part(_read_cohere_moe, _write_cohere_moe),
     "compass_rope": Part(_read_compass_rope, _write_compass_rope),
     "minicpm": Part(_read_minicpm, _write_minicpm),
 }

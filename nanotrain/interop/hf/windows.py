@@ -5,6 +5,7 @@ layer_windows     a window in some layers
 rope_in_windows   EXAONE: rotary positions only in layers with a window
 no_rope_layers    SmolLM3: no rotary positions in some layers
 llama4            attention within chunks in layers with rotary positions, experts in some
+gpt_neo_layers    GPT-Neo: global or local attention per layer
 lara_layers       the gated delta rule, windows with rotary positions, attention without
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_layer_pattern, write_pattern
 from nanotrain.interop.hf.canonical import write_layers
+from nanotrain.interop.hf.config_class import pass_over
 from nanotrain.interop.hf.experts import expert_layers, layers_with_experts
 from nanotrain.interop.hf.layer_types import FULL, LINEAR, check_length, layers_of_kind
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
@@ -168,11 +170,33 @@ def _write_lara(model_config: ModelConfig) -> Values:
     return {"layer_types": kinds, "sliding_window": window + 1}
 
 
+GPT_NEO_KINDS = {"global": FULL, "local": SLIDING}
+
+
+def _read_gpt_neo(raw: Raw) -> Values:
+    """GPT-Neo: kinds of layers under names of its own; the class makes the list of the types."""
+    pass_over(raw, "attention_types")
+    kinds = [GPT_NEO_KINDS.get(kind, kind) for kind in raw["attention_layers"]]
+    entries = {"layer_types": kinds, "sliding_window": raw["window_size"]}
+    return _read_layer_windows(entries | {"num_hidden_layers": raw["num_layers"]})
+
+
+def _write_gpt_neo(model_config: ModelConfig) -> Values:
+    written = _write_layer_windows(model_config)
+    kinds = ["local" if kind == SLIDING else "global" for kind in written["layer_types"]]
+    return {
+        "attention_layers": kinds,
+        "attention_types": [[[kind], 1] for kind in kinds],
+        "window_size": written["sliding_window"],
+    }
+
+
 WINDOW_PARTS: dict[str, Part] = {
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
     "rope_in_windows": Part(read_rope_in_windows, _write_rope_in_windows),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
     "llama4": Part(_read_llama4, _write_llama4),
+    "gpt_neo_layers": Part(_read_gpt_neo, _write_gpt_neo),
     "lara_layers": Part(_read_lara, _write_lara),
 }

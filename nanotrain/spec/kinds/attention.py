@@ -55,7 +55,7 @@ def attention(declare: Declaration) -> Specs:
     if shape.has_output_gate:
         specs += nest("gate", output_gate(declare))
     specs += head_norms(declare, query_norm=query_size, key_norm=key_size)
-    output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
+    output = declare.row_linear(hidden, output_size, bias=shape.has_output_bias)
     return specs + nest("output", output)
 
 

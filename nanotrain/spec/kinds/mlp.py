@@ -78,6 +78,8 @@ def moe(declare: Declaration) -> Specs:
             specs += nest("shared_gate", summed(gate, declare.sequence_axes))
     if config.separate_norms:
         specs += _separate_norms(declare)
+    if config.output_norm:
+        specs += nest("post_norm", norm(declare, shape.hidden_size))
     return specs
 
 
@@ -281,7 +283,17 @@ def moe_operators(s: LayerSizes) -> Operators:
             s, "fc2_latent_proj", outputs=hidden, inputs=width, num_bytes=kept
         )
         operators.append(product)
+    if config.output_norm:
+        operators.append(_output_norm(s))
     return operators
+
+
+def _output_norm(s: LayerSizes) -> Norm:
+    """The norm of the sum of routed experts and shared expert."""
+    numel = s.outside * s.shape.hidden_size
+    row_bytes = s.width + s.norm_extra(s.shape.hidden_size)
+    saves = (Saved(s.outside * row_bytes, dropped_by=("moe",)),)
+    return Norm(name="post_norm", module="moe", numel=numel, saves=saves)
 
 
 def _norms_of_experts(s: LayerSizes) -> Operators:

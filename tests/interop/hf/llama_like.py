@@ -136,6 +136,43 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": None, "num_attention_heads": 8, "hidden_size": 64}
         | {"rotary_dim": 4, "n_inner": 48, "max_position_embeddings": 128},
     ),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_key_value_heads": None, "max_position_embeddings": 128, "window_size": 7}
+        | {"attention_types": [[["global", "local"], 1]]},
+    ),
+    "opt": (
+        "OPT",
+        {"num_key_value_heads": None, "max_position_embeddings": 128, "ffn_dim": 48},
+    ),
+    "opt-plain": (
+        "OPT",
+        {"num_key_value_heads": None, "max_position_embeddings": 128, "ffn_dim": 48}
+        | {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "biogpt": (  # embeddings times 8, which fp32 holds
+        "BioGpt",
+        {"num_key_value_heads": None, "max_position_embeddings": 128, "hidden_size": 64},
+    ),
+    "axk1": (
+        "AXK1",
+        MLA
+        | ROUTED
+        | {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        THREE
+        | {"head_dim": 8, "num_experts": 4, "num_shared_experts": 2}
+        | {"mlp_layer_types": SPARSE, "prefix_dense_intermediate_size": 40},
+    ),
+    "cohere2_moe-sigmoid": (
+        "Cohere2Moe",
+        THREE
+        | {"head_dim": 8, "num_experts": 4, "num_shared_experts": 1, "rms_norm_eps": 1e-5}
+        | {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"},
+    ),
     "minicpm3": ("MiniCPM3", MLA | {"dim_model_base": 16}),
     "minicpm3-untied": (
         "MiniCPM3",
