@@ -5,10 +5,12 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
 
 from nanotrain.cli.addresses import read_name
+from nanotrain.cli.chat import check_chat, given_conversations, prompt_of, talk, with_turn_end
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
 from nanotrain.cli.values import count, number
@@ -21,6 +23,7 @@ from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.inference.generation_config import GenerationDefaults
 from nanotrain.inference.sampling import LIMITS, Sampling
 from nanotrain.log import get_logger, start_logging
+from nanotrain.paths import local_path
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
 
@@ -55,12 +58,7 @@ LENGTH_FLAGS = dict.fromkeys(
 def generate(argv: Sequence[str]) -> int:
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
     command = ModelCommand.parse("generate", generate_parser(), argv=argv)
-    if command.args.system is not None and not command.args.chat:
-        raise ConfigError(
-            "--system without --chat",
-            why="a text that is continued has no messages",
-            fix="add --chat, or leave it out",
-        )
+    check_chat(command.args)
     return command.run(generate_on_rank, check=generation_config)
 
 
@@ -91,7 +89,14 @@ def generate_parser() -> CommandParser:
         "--chat",
         action="store_true",
         help="each prompt is a message of a user, by the tokenizer's chat template; the replies "
-        "are printed",
+        "are printed. Without prompts: a conversation with standard input",
+    )
+    parser.add_argument(
+        "--messages",
+        type=local_path,
+        metavar="FILE",
+        help='with --chat: conversations to reply to, {"messages": [...]} in .json or per line of '
+        ".jsonl",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="with --chat: the message of the system before it"
@@ -170,15 +175,19 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
     """Generate on all ranks; the first prints."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.data.prompts import without_added
-        from nanotrain.inference.checkpoint import open_model
+        from nanotrain.inference.checkpoint import open_model, tokenizer_name
+        from nanotrain.prepare.chat import ChatTemplate
         from nanotrain.topology.topology import Topology
 
     launch = Launch.of(os.environ)
     start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it
     checkpoint = open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
-    prompts = [without_surrogates(text) for text in args.prompt or [""]]
+    if args.prompt is not None:
+        args.prompt = [without_surrogates(text) for text in args.prompt]
+    if args.system is not None:
+        args.system = without_surrogates(args.system)
+    conversations = given_conversations(args) if args.chat else []
     has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
@@ -188,36 +197,30 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
         model = load_on_rank(
             checkpoint.with_model(config.model), config, tokenizer=args.tokenizer, context=context
         )
+        template = None
         if args.chat:
-            prompts = chat_prompts(prompts, system=args.system, model=checkpoint, args=args)
-            model = replace(model, tokenizer=without_added(model.tokenizer))
+            template = ChatTemplate(str(args.tokenizer or tokenizer_name(checkpoint)))
+            model = with_turn_end(model, template)
         for line in model.defaults.describe():
             log.info("%s", line)
-        pieces = model.stream(
-            prompts,
+        stream = partial(
+            model.stream,
             num_tokens=args.num_tokens,
             sampling=sampling_of(args, model.defaults),
             stops=args.stop,
             use_cache=not args.no_cache,
         )
-        shown = [""] * len(prompts) if args.chat else prompts
-        print_pieces(shown, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
+        if template is not None and not conversations:
+            talk(template, stream, system=args.system, control=context.control)
+            return 0
+        prompts = args.prompt or [""]
+        shown = prompts
+        if template is not None:
+            prompts = [prompt_of(conversation, template) for conversation in conversations]
+            shown = [""] * len(prompts)
+        is_first = launch.rank == 0
+        print_pieces(shown, stream(prompts), is_first=is_first, is_alone=launch.world_size == 1)
     return 0
-
-
-def chat_prompts(
-    prompts: Sequence[str], *, system: str | None, model: "OpenedCheckpoint", args: Namespace
-) -> list[str]:
-    """The texts of conversations with one message of a user each, up to the reply."""
-    from nanotrain.inference.checkpoint import tokenizer_name
-    from nanotrain.prepare.chat import ChatTemplate
-
-    template = ChatTemplate(str(args.tokenizer or tokenizer_name(model)))
-    before = [] if system is None else [{"role": "system", "content": without_surrogates(system)}]
-    texts = []
-    for prompt in prompts:
-        texts.append(template.prompt([*before, {"role": "user", "content": prompt}]))
-    return texts
 
 
 def load_on_rank(

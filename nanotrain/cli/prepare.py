@@ -105,6 +105,12 @@ def _add_input(parser: CommandParser) -> None:
         help="chat: messages by the tokenizer's chat template, with a loss mask for the "
         "assistant's (default: text)",
     )
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="chat template of the tokenizer from here on: chatml, or a file (default: its own); "
+        "a BPE is trained with its special tokens",
+    )
     parser.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(
         "--split-name",

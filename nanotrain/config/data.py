@@ -64,6 +64,11 @@ class DataConfig:
     longer ones are divided)
     """
 
+    sft: bool = option(False)
+    """fine-tune on conversations: every corpus of training needs a loss mask (nanotrain prepare
+    --format chat); implies packing best_fit, reset_attention_mask and reset_position_ids
+    """
+
     fim_data: bool = option(False)
     """fill-in-the-middle: rewrite parts of training documents as prefix, suffix and middle, each
     after its sentinel

@@ -3,6 +3,7 @@
 virtual stages -> interleaved schedule      a layout -> virtual stages
 a hybrid pattern -> layers and stages       MLA with a scaling factor -> YaRN
 wandb_project -> wandb                      --save and --load of one folder -> resume
+sft -> whole conversations as samples
 """
 
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def implied_settings(
         *implied_saving(config, explicit),
         *implied_pipeline(config, explicit),
         *implied_resume(config, line),
+        *implied_fine_tuning(config, explicit),
     ]
 
 
@@ -98,6 +100,16 @@ def implied_trackers(config: Config, explicit: frozenset[str]) -> Iterator[Impli
         is_free = f"train.{name}" not in explicit and not getattr(train, name)
         if is_free and name in why:
             yield Implied(name, True, why[name])
+
+
+def implied_fine_tuning(config: Config, explicit: frozenset[str]) -> Iterator[Implied]:
+    """Samples of `sft` are whole conversations that do not see each other."""
+    if not config.data.sft:
+        return
+    settings = {"packing": "best_fit", "reset_attention_mask": True, "reset_position_ids": True}
+    for name, value in settings.items():
+        if f"data.{name}" not in explicit and getattr(config.data, name) != value:
+            yield Implied(name, value, "sft: a sample is whole conversations")
 
 
 def implied_saving(config: Config, explicit: frozenset[str]) -> Iterator[Implied]:

@@ -1,8 +1,6 @@
 """From the data section of the configuration to datasets.
 
     build_data                          the dataset of every split
-    tokenizer_of, first_blend           tokenizer and first blend of a run
-    tokenizer_of_stored                 the same of a stored file, which may be somebody else's
     addresses_of                        corpora in object storage
     starting_stages                     data stages at their samples in a run
     without_documents, read_document    documents that are left out
@@ -26,17 +24,16 @@ from nanotrain.config.data_stages import read_named, read_stages, stage_bounds
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.checksums import is_same_corpus
-from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.data.conversations import check_masks
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
 from nanotrain.data.fim import FillInTheMiddle
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset
 from nanotrain.data.remote import ChunkCache
+from nanotrain.data.run_tokenizer import first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.same_tokenizer import require_same_tokenizer
-from nanotrain.data.tokenizer import is_local
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
-from nanotrain.paths import Address
 from nanotrain.quantities import count_of
 from nanotrain.storage.remote import is_address
 from nanotrain.untrusted import (
@@ -62,60 +59,6 @@ class DatasetSplits:
     test: SampleDataset | None
     # named validation sets, instead of `valid`
     valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)
-
-
-def uses_quickstart(data: DataConfig) -> bool:
-    """Whether a run reads the quick-start corpus, which has to be prepared first."""
-    return not first_blend(data) and not data.mock_data
-
-
-def first_blend(data: DataConfig) -> list[str]:
-    """The blend that training begins with, for `parse_data_path`; empty if no corpus is set."""
-    stages = read_stages(data.stages)
-    if stages:
-        return [stages[0].blend]
-    return data.data_path or data.train_data_path
-
-
-def tokenizer_of(data: DataConfig) -> str | None:
-    """The tokenizer of a run: from the data section, else from the first corpus."""
-    if data.vocab_file and data.merge_file:
-        return f"{data.vocab_file},{data.merge_file}"
-    paths = first_blend(data)
-    if data.tokenizer_model or data.mock_data or not paths:
-        return data.tokenizer_model
-    return recorded_tokenizer(parse_data_path(paths)[0].prefix)
-
-
-def tokenizer_of_stored(data: DataConfig) -> str | None:
-    """The tokenizer of a stored data section, `tokenizer_of` without requests.
-
-    A stored file may be somebody else's, and a request tells that it was read. The tokenizer of a
-    corpus in object storage is unknown.
-
-    Raises:
-        DataError: the section names a tokenizer that is not on this machine.
-    """
-    remote = remote_name_of(data)
-    if remote is not None and remote == data.tokenizer_model:
-        raise DataError(
-            f"the tokenizer {remote} cannot be loaded",
-            why="it is no file or folder here, and a name or address of a stored file is not "
-            "fetched",
-            fix=f"write --tokenizer {remote} to fetch it, or name another",
-        )
-    return None if remote is not None else tokenizer_of(data)
-
-
-def remote_name_of(data: DataConfig) -> str | None:
-    """The name on the hub or the address that `tokenizer_of` would open; None if it is here."""
-    if data.vocab_file and data.merge_file:
-        return None
-    if data.tokenizer_model:
-        return None if is_local(data.tokenizer_model) else data.tokenizer_model
-    paths = first_blend(data)
-    prefix = parse_data_path(paths)[0].prefix if paths and not data.mock_data else None
-    return str(prefix) if isinstance(prefix, Address) else None
 
 
 def addresses_of(data: DataConfig) -> list[str]:
@@ -173,6 +116,7 @@ def build_data(
     blends = [parse_data_path(_paths(data, name)) for name in SPLITS]
     entries = [*chain(*blends), *named.values()]
     require_same_tokenizer(entry.prefix for entry in entries)
+    check_masks(data, [entry.prefix for entry in blends[0]])
     opener = _CorpusOpener(data, ChunkCache.of(data), vocab_size=vocab_size, seed=seed)
     built = {}
     for name, blend in zip(SPLITS, blends, strict=True):

@@ -39,6 +39,8 @@ class CorpusInfo:
     inputs: dict[str, str] = field(default_factory=dict)  # SHA-256 of every input file, by its path
     # hash of the tokenizer's definition; empty for bytes and for transformers' own classes
     tokenizer_sha256: str = ""
+    chat_template_sha256: str = ""  # of conversations: hash of the template that wrote their text
+    targets: int = 0  # of conversations: number of tokens that the assistant writes
     # documents whose tokens have other bytes than their text; None if unknown
     uneven_documents: int | None = None
 
@@ -48,6 +50,7 @@ CHECKS: dict[str, Callable[[Any, str], object]] = {
     "tokenizer": plain_file_name,  # so that no corpus names one elsewhere
     "plan": text_of,
     "tokenizer_sha256": text_of,
+    "chat_template_sha256": text_of,
     "inputs": object_of,
 }
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.build import tokenizer_of_stored
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.order import DataOrder
+from nanotrain.data.run_tokenizer import tokenizer_of_stored
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.data.tokenizer_files import SETTINGS
 from nanotrain.errors import DataError

@@ -25,9 +25,10 @@ from nanotrain.config.config import DataConfig
 from nanotrain.config.data_stages import read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
-from nanotrain.data.build import addresses_of, corpora_of, first_blend
+from nanotrain.data.build import addresses_of, corpora_of
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.gpt import GPTDataset
+from nanotrain.data.run_tokenizer import first_blend
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, open_append, write_all, write_text

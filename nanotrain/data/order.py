@@ -33,12 +33,11 @@ from nanotrain.data.build import (
     corpora_of,
     read_document,
     starting_stages,
-    tokenizer_of_stored,
-    uses_quickstart,
 )
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.origin import DataOrigin, continued
+from nanotrain.data.run_tokenizer import tokenizer_of_stored, uses_quickstart
 from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.quantities import count_of

@@ -244,6 +244,7 @@ class FastTokenizer:
             if name not in files:
                 (folder / name).unlink(missing_ok=True)
         for name in sorted(files, key=SETTINGS.__eq__):
+            (folder / name).parent.mkdir(exist_ok=True)
             write_bytes(folder / name, files[name])
         return folder.name
 

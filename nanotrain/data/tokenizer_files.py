@@ -20,6 +20,7 @@ from nanotrain.untrusted import (
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # entry of the settings that `save` writes: SHA-256 of the tokenizer.json, the whole tokenizer
 HASH = "nanotrainsha256"
+TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
 # files whose tokens are in the tokenizer.json that `save` writes
 MERGED_FILES = ("special_tokens_map.json", "added_tokens.json")
 # vocabulary files of a Hugging Face folder; one of them is enough
@@ -40,8 +41,9 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    TEMPLATE_FILE,
+    "additional_chat_templates/tool_use.jinja",
+    GENERATION_FILE,
 )
 
 

@@ -32,15 +32,15 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
-from nanotrain.data.build import (
+from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.prompts import prompt_tokenizer
+from nanotrain.data.run_tokenizer import (
     first_blend,
     remote_name_of,
     tokenizer_of_stored,
     uses_quickstart,
 )
-from nanotrain.data.corpus_info import recorded_tokenizer
-from nanotrain.data.data_path import parse_data_path
-from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.same_tokenizer import require_recorded
 from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer, load_with_files

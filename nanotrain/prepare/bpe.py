@@ -5,7 +5,7 @@ splitting pattern.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,21 +20,25 @@ MIN_VOCAB, MAX_VOCAB = 257, 1 << 22
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, special: Sequence[str] = ()
+) -> FastTokenizer:
     """Train a tokenizer on documents without lone surrogates.
 
-    The vocabulary is 256 bytes, `<|endoftext|>` and merges, at most `vocab_size`; little text gives
-    fewer merges.
+    The vocabulary is 256 bytes, `<|endoftext|>`, further special tokens and merges, at most
+    `vocab_size`; little text gives fewer merges.
 
     Raises:
         DataError: the vocabulary is too small for the bytes, or too large for memory.
     """
-    if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
-        size = "small" if vocab_size < MIN_VOCAB else "large"
+    special_texts = list(dict.fromkeys([EOD_TEXT, *special]))
+    least = MIN_VOCAB - 1 + len(special_texts)
+    if not least <= vocab_size <= MAX_VOCAB:
+        size = "small" if vocab_size < least else "large"
         raise DataError(
             f"a BPE vocabulary of {vocab_size:,} is too {size}",
             why=(
-                f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens, "
+                f"256 bytes and {', '.join(special_texts)} are {least} tokens, "
                 f"and at most {MAX_VOCAB:,} are trained"
             ),
             fix="write for example bpe:32768",
@@ -44,7 +48,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOD_TEXT],
+        special_tokens=special_texts,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -30,6 +30,7 @@ from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
 ASSISTANT = "assistant"
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, since templates see it
+_REPLY = "REPLY_WHOSE_END_IS_READ"
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,12 @@ class Conversation:
     tools: list[Any] | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Conversation":
+    def parse(cls, text: str, *, has_reply: bool = True) -> "Conversation":
         """The conversation of a document: a list of messages, or an object as `as_text` writes it.
+
+        Args:
+            text: JSON.
+            has_reply: whether it has to have a message of the assistant, to learn from.
 
         Raises:
             DataError: no messages with role and content, or none of the assistant.
@@ -53,7 +58,9 @@ class Conversation:
             messages = []
             for entry in list_of(_decoded(row["messages"]), "messages"):
                 messages.append(_parse_message(object_of(entry, "a message")))
-            if not any(message["role"] == ASSISTANT for message in messages):
+            if not messages:
+                raise ValueError("it has no messages")
+            if has_reply and not any(message["role"] == ASSISTANT for message in messages):
                 raise ValueError("it has no message of the assistant, whose tokens are the targets")
             return cls(messages, _parse_tools(row.get("tools")))
         except ValueError as error:
@@ -64,6 +71,14 @@ class Conversation:
             raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
 
 
+@dataclass(frozen=True)
+class TurnEnd:
+    """What a template writes after a reply: a token that ends a text, or a text that does."""
+
+    token: int | None = None
+    text: str = ""  # of the token, or of the end where no token is added to the vocabulary for it
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, in a process of its own from the first conversation on.
 
@@ -71,13 +86,19 @@ class ChatTemplate:
 
     Args:
         tokenizer: folder or name that transformers' AutoTokenizer takes.
+        template: the template to use instead of the tokenizer's.
         budget_s: seconds for one conversation.
+
+    Attributes:
+        source: text of the template, and of that for tools where it is another one.
 
     Raises:
         DataError: it has no chat template, or no offsets of tokens.
     """
 
-    def __init__(self, tokenizer: str, *, budget_s: float = BUDGET_S) -> None:
+    def __init__(
+        self, tokenizer: str, *, template: str | None = None, budget_s: float = BUDGET_S
+    ) -> None:
         if tokenizer == "bytes":
             raise _no_template(tokenizer, why="bytes are no tokenizer of a chat model")
         self._tokenizer = load_pretrained(tokenizer)
@@ -85,11 +106,15 @@ class ChatTemplate:
             why = "its tokens have no offsets in the text: it has no tokenizer.json"
             raise _no_template(tokenizer, why=why)
         self._budget_s = budget_s
-        template = self._read_template(tokenizer, tools=None)
+        if template is not None:
+            self._tokenizer.chat_template = template
+        plain = self._read_template(tokenizer, tools=None)
         template_of_tools = self._read_template(tokenizer, tools=[])
-        self._plain = self._program(template)
+        self.source = plain
+        self._plain = self._program(plain)
         self._with_tools = self._plain
-        if template_of_tools != template:
+        if template_of_tools != plain:
+            self.source += template_of_tools
             self._with_tools = self._program(template_of_tools)
 
     def _read_template(self, name: str, *, tools: list[Any] | None) -> str:
@@ -137,21 +162,46 @@ class ChatTemplate:
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
 
-    def prompt(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+    def turn_end(self) -> TurnEnd:
+        """What ends a reply: the first added token of the text that the template writes after it.
+
+        Raises:
+            DataError: the template refuses a message and its reply.
+        """
+        question = {"role": "user", "content": "a"}
+        reply = {"role": ASSISTANT, "content": _REPLY}
+        _, _, after = self._plain.process.render([question, reply]).text.rpartition(_REPLY)
+        added = self._tokenizer.added_tokens_decoder
+        for token in self._tokenize(after)["input_ids"]:
+            if token in added:
+                return TurnEnd(token, str(added[token]))
+            if self._tokenizer.decode([token]).strip():
+                break
+        return TurnEnd(text=after.strip())
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """The text of messages up to a reply of the assistant.
 
         Args:
             messages: role and content of each.
             continues: whether the last message is the beginning of the reply.
+            tools: JSON schemas of functions that the assistant may call.
 
         Raises:
             DataError: the template refuses them, or needs more than its budget.
         """
+        process = self._plain.process if tools is None else self._with_tools.process
         if not continues:
-            return self._plain.process.render(messages, add_generation_prompt=True).text
+            return process.render(messages, tools=tools, add_generation_prompt=True).text
         content = str(messages[-1]["content"])
         opened = [*messages[:-1], messages[-1] | {"content": content + _OPEN_END}]
-        text = self._plain.process.render(opened).text
+        text = process.render(opened, tools=tools).text
         tag = _OPEN_END.strip()
         if content.strip() not in text or tag not in text:
             raise refused("the chat template leaves out a part of the last message")
@@ -198,8 +248,8 @@ def _find_replies(
                     "so its tokens are unknown"
                 ),
                 fix=(
-                    "add {% generation %} and {% endgeneration %} "
-                    "around the assistant's text in the template"
+                    "add {% generation %} and {% endgeneration %} around the assistant's text in "
+                    "a copy of the template, and name it with --chat-template"
                 ),
             )
         spans.append((len(before), len(through)))
@@ -231,7 +281,8 @@ def _no_template(tokenizer: str, *, why: str) -> DataError:
     return DataError(
         f"{tokenizer} has no chat template",
         why=why,
-        fix="name the tokenizer of a chat model, or add chat_template.jinja to its folder",
+        fix="name the tokenizer of a chat model, add chat_template.jinja to its folder, or prepare "
+        "conversations with --chat-template",
     )
 
 

@@ -28,9 +28,15 @@ from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, lo
 from nanotrain.errors import DataError
 from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
-from nanotrain.prepare.chat import ChatTemplate
+from nanotrain.prepare.chat import ChatTemplate, TurnEnd
 from nanotrain.prepare.chunks import InputChunk, select_inputs, split_inputs, streamed_dataset
 from nanotrain.prepare.executors import EXECUTORS
+from nanotrain.prepare.given_template import (
+    read_template,
+    special_tokens,
+    with_end,
+    with_template,
+)
 from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.parts import (
@@ -44,7 +50,7 @@ from nanotrain.prepare.parts import (
     read_counts,
 )
 from nanotrain.prepare.readers import DocumentReader, lines_on_columns
-from nanotrain.prepare.text_counts import lines_of
+from nanotrain.prepare.text_counts import TextCounts, lines_of
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import (
@@ -74,12 +80,20 @@ def prepare_corpus(options: PrepareOptions) -> None:
     chunks: tuple[InputChunk, ...] = ()  # a stream is not split before
     if not options.streaming:
         chunks = _split_input(options)
+    template = _given_template(options)
     tokenizer = None
     if options.bpe_vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
         for note in tokenizer.notes:
             print(f"tokenizer: {note}")
-    plan = _plan(options, chunks, tokenizer=tokenizer)
+        if template is not None:
+            tokenizer = with_template(tokenizer, template)
+    if options.is_chat:
+        assert isinstance(tokenizer, FastTokenizer), "no BPE is trained, and bytes are refused"
+        chat = ChatTemplate(options.tokenizer, template=template)
+        tokenizer = _with_turn_end(tokenizer, chat.turn_end())
+        template = chat.source
+    plan = _plan(options, chunks, tokenizer=tokenizer, template=template)
     # the folder may be read-only
     if _is_prepared(prefix, plan) and not os.path.lexists(options.parts):
         return
@@ -101,6 +115,21 @@ def prepare_corpus(options: PrepareOptions) -> None:
             remove_folder(options.parts)
         else:
             _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
+
+
+def _given_template(options: PrepareOptions) -> str | None:
+    """The template of --chat-template."""
+    return None if options.chat_template is None else read_template(options.chat_template)
+
+
+def _with_turn_end(tokenizer: FastTokenizer, end: TurnEnd) -> FastTokenizer:
+    """The tokenizer whose texts also end where a reply does; prints how that is."""
+    if end.token is None:
+        ending = f"the text {end.text!r}" if end.text else "the end of the conversation"
+        print(f"a reply ends with {ending}: the template writes no token of the vocabulary there")
+        return tokenizer
+    print(f"a reply ends with {end.text}")
+    return with_end(tokenizer, end.token)
 
 
 def _split_input(options: PrepareOptions) -> tuple[InputChunk, ...]:
@@ -146,9 +175,9 @@ def _prepare(
             job,
             num_parts=num_parts,
             tokenizer=tokenizer,
-            plan=_hash(plan),
+            plan=plan,
             files=files,
-            uneven=None if options.is_chat or not options.append_eod else counts.uneven,
+            counts=counts,
         )
     print(f"{bin_path(prefix)}: {_summary(info)}")
     for line in lines_of(
@@ -185,7 +214,11 @@ def _set_up(
 
 
 def _plan(
-    options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer: Tokenizer | None
+    options: PrepareOptions,
+    chunks: tuple[InputChunk, ...],
+    *,
+    tokenizer: Tokenizer | None,
+    template: str | None,
 ) -> dict[str, Any]:
     """Everything that determines the content of the parts; equal plans give equal bytes.
 
@@ -216,6 +249,8 @@ def _plan(
     }
     if options.is_chat:
         plan["format"] = options.format
+    if template is not None:
+        plan["chat_template"] = _text_hash(template)
     if options.parse_special:
         plan["parse_special"] = True
     return plan
@@ -269,7 +304,13 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
     step = max(1, -(-total_bytes // _BPE_TRAINING_BYTES))
     reader = DocumentReader(options.column, options.limits)
     texts = chain.from_iterable(map(reader.read, chunks[::step] or _stream(options)))
-    trained = train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
+    template = _given_template(options)
+    special = special_tokens(template or "")
+    shortened = _truncate(texts, _BPE_TRAINING_BYTES)
+    trained = train_bpe(shortened, options.bpe_vocab_size, special=special)
+    if template is not None:
+        trained = with_template(trained, template)
+        print(f"special tokens of --chat-template: {' '.join(special) or 'none'}")
     if trained.vocab_size < options.bpe_vocab_size:
         print(
             f"the BPE has {trained.vocab_size:,} tokens, not {options.bpe_vocab_size:,}: "
@@ -299,8 +340,6 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
     else:
         dtype = np.dtype(options.dtype)
     check_dtype(dtype, tokenizer.vocab_size)
-    if options.is_chat:
-        ChatTemplate(options.tokenizer)
     saved = str(options.parts.absolute() / "tokenizer")
     if isinstance(tokenizer, ByteTokenizer):
         saved = "bytes"
@@ -355,15 +394,16 @@ def _merge(
     *,
     num_parts: int,
     tokenizer: Tokenizer,
-    plan: str,
+    plan: dict[str, Any],
     files: Sequence[str],
-    uneven: int | None,
+    counts: TextCounts,
 ) -> CorpusInfo:
     """Concatenate the parts, and write the files that describe the corpus."""
-    prefix = job.options.output
-    folder = job.options.parts
+    options = job.options
+    prefix = options.output
+    folder = options.parts
     dtype = np.dtype(job.dtype)
-    with TokenWriter(prefix, dtype, scratch=folder, has_mask=job.options.is_chat) as writer:
+    with TokenWriter(prefix, dtype, scratch=folder, has_mask=options.is_chat) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(folder, number))
         if not writer.num_tokens:
@@ -389,10 +429,12 @@ def _merge(
             tokenizer.eod,
             writer.num_documents,
             writer.num_tokens,
-            plan,
+            _hash(plan),
             inputs=dict(zip(files, _hash_files(files), strict=True)),
             tokenizer_sha256=tokenizer_sha256,
-            uneven_documents=uneven,
+            chat_template_sha256=plan["chat_template"] if options.is_chat else "",
+            targets=counts.targets,
+            uneven_documents=None if options.is_chat or not options.append_eod else counts.uneven,
         )
         write_info(prefix, info)
     remove_folder(folder)

@@ -39,6 +39,7 @@ class PrepareOptions:
     text_column: str | None = None
     text_suffix: tuple[str, ...] = ()
     format: str = "text"
+    chat_template: str | None = None
     subset: str | None = None
     split_name: str = "train"
     streaming: bool = False
@@ -81,11 +82,19 @@ class PrepareOptions:
             raise DataError(
                 f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192"
             )
-        if self.is_chat and (self.trains_bpe or self.tokenizer == "bytes"):
+        if self.tokenizer == "bytes" and (self.is_chat or self.chat_template is not None):
+            what = "--format chat" if self.is_chat else "--chat-template"
+            raise DataError(
+                f"{what} with --tokenizer bytes",
+                why="the chat template of a tokenizer turns conversations into text",
+                fix="name the tokenizer of a chat model, or another one with --chat-template",
+            )
+        if self.is_chat and self.trains_bpe:
             raise DataError(
                 f"--format chat with --tokenizer {self.tokenizer}",
-                why="the chat template of a tokenizer turns conversations into text",
-                fix="name that of a chat model",
+                why="a tokenizer is trained on text, and a model that has read it goes on with it",
+                fix="prepare the text of pretraining with --chat-template chatml, then the "
+                "conversations with the PREFIX.tokenizer of it",
             )
         if self.is_chat and self.parse_special:
             raise DataError(

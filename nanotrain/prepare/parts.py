@@ -149,6 +149,7 @@ class PartWriter:
         self.chat = ChatTemplate(job.tokenizer) if options.is_chat else None
         tokenizer = load_tokenizer(job.tokenizer)
         self.encoder = DocumentEncoder(tokenizer, parse_special=options.parse_special)
+        self._num_targets = 0
         self._eod: list[int] = []
         if options.append_eod and tokenizer.eod is not None:
             self._eod = [tokenizer.eod]
@@ -176,12 +177,16 @@ class PartWriter:
         self.encoder.counts = TextCounts()
         self.reader.num_empty = 0
         self.reader.num_surrogates = 0
+        self._num_targets = 0
 
     def _counts(self) -> TextCounts:
         """The counts since `_start_counts`."""
         reader = self.reader
         return replace(
-            self.encoder.counts, empty=reader.num_empty, surrogates=reader.num_surrogates
+            self.encoder.counts,
+            empty=reader.num_empty,
+            surrogates=reader.num_surrogates,
+            targets=self._num_targets,
         )
 
     def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
@@ -200,7 +205,9 @@ class PartWriter:
             end = [] if ids[-1:] == self._eod else self._eod
             documents.append(ids + end)
             last = mask[-1:] if ids else np.zeros(1, dtype=np.uint8)
-            masks.append(np.append(mask, last.repeat(len(end))))
+            mask = np.append(mask, last.repeat(len(end)))
+            self._num_targets += int(mask.sum())
+            masks.append(mask)
         return documents, masks
 
 

@@ -6,6 +6,7 @@
     empty        documents without text, which are left out
     surrogates   documents with lone surrogates, which become question marks
     uneven       documents whose tokens have other bytes than their text
+    targets      tokens of conversations that the assistant writes
 
 Workers count the documents of their parts; `prepare` prints the sums.
 """
@@ -31,6 +32,7 @@ class TextCounts:
     empty: int = 0
     surrogates: int = 0
     uneven: int = 0
+    targets: int = 0
 
     @classmethod
     def total(cls, parts: Iterable["TextCounts"]) -> "TextCounts":
@@ -71,7 +73,13 @@ def lines_of(
     if parse_special:
         became = "became the token (--parse-special)"
     share = counts.unknown / max(1, num_tokens)
+    target_share = counts.targets / max(1, num_tokens)
     counted = [
+        (
+            counts.targets,
+            f"{counts.targets:,} of its tokens ({target_share:.0%}) are targets: what the "
+            "assistant writes",
+        ),
         (counts.empty, f"left out: {count_of(counts.empty, 'empty document')}"),
         (
             counts.surrogates,

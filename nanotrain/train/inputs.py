@@ -43,22 +43,17 @@ from nanotrain.config.schema import (
     value_of,
     with_values,
 )
-from nanotrain.data.build import (
-    first_blend,
-    named_corpora,
-    remote_name_of,
-    tokenizer_of,
-    uses_quickstart,
-)
+from nanotrain.data.build import named_corpora
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path, split_documents
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.prompts import prompt_tokenizer
+from nanotrain.data.run_tokenizer import first_blend, remote_name_of, tokenizer_of, uses_quickstart
 from nanotrain.data.same_tokenizer import require_run_tokenizer
 from nanotrain.data.tasks import ChatPrompt, Task, read_task
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
-from nanotrain.interop.hf.canonical import free_keys
+from nanotrain.interop.hf.canonical import changed_positions, free_keys
 from nanotrain.log import get_logger
 from nanotrain.paths import Address, require_path
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
@@ -91,9 +86,9 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     Raises:
         NanotrainError: invalid data, model, folder or checkpoint.
     """
-    config = loaded.config
-    folder = RunFolder.of(config)
-    _fetch(config, folder)
+    folder = RunFolder.of(loaded.config)
+    _fetch(loaded.config, folder)
+    config = _own_checkpoints_first(loaded.config, folder)
     config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
@@ -122,6 +117,26 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
         reads_checkpoint=reads_checkpoint,
         tasks=tasks,
     )
+
+
+def _own_checkpoints_first(config: Config, folder: RunFolder) -> Config:
+    """The configuration of a start: a fine-tuning that has checkpoints goes on from them.
+
+    With weights of its own folder it begins anew.
+    """
+    options = config.checkpoint
+    load = _load_path(config)
+    entries = step_entries(folder.checkpoints)
+    if load is None or not options.finetune or not options.auto_resume or not entries:
+        return config
+    if load.resolve().is_relative_to(folder.path.resolve()):
+        return config
+    log.info(
+        "the run goes on from its own %s; --no-auto-resume starts again from %s",
+        entries[-1].name,
+        options.load,
+    )
+    return replace(config, checkpoint=replace(options, load=None, finetune=False))
 
 
 def _goes_on(config: Config, folder: RunFolder) -> bool:
@@ -292,8 +307,8 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     """Replace the model section by that of the checkpoint to start from, if there is one.
 
     Model settings of the command line that do not concern the weights stay (loss coefficients,
-    capacity). The others are replaced, and differences are logged. The sequence length is the
-    checkpoint's unless the command line sets it.
+    capacity), and rotary positions. The others are replaced, and differences are logged. The
+    sequence length is the checkpoint's unless the command line sets it.
 
     Args:
         config: `checkpoint.use_checkpoint_args` is set.
@@ -314,6 +329,9 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     saved = config_from_dict(settings)
     free = [f"model.{key}" for key in free_keys(saved.model) if key not in DROPOUT]
     kept = {key: value_of(config, key) for key in free if key in explicit}
+    fields = [key.removeprefix("model.") for key in explicit if key.startswith("model.")]
+    positions = changed_positions(saved.model, config.model, explicit=fields)
+    kept |= {f"model.{key}": value for key, value in positions.items()}
     completed = with_values(replace(config, model=saved.model), kept)
     if "data.seq_length" not in explicit:
         completed = with_values(completed, {"data.seq_length": saved.data.seq_length})

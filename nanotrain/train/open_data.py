@@ -15,13 +15,7 @@ from typing import Any
 from nanotrain.checkpoint.store import saved_config, saved_objects, saved_stages
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
-from nanotrain.data.build import (
-    DatasetSplits,
-    build_data,
-    corpora_of,
-    require_same_corpora,
-    uses_quickstart,
-)
+from nanotrain.data.build import DatasetSplits, build_data, corpora_of, require_same_corpora
 from nanotrain.data.changed_data import changed_order, go_on
 from nanotrain.data.mix import with_recorded_mix
 from nanotrain.data.order import OrderStart
@@ -32,6 +26,7 @@ from nanotrain.data.recorded_data import (
     read_record,
     record_of,
 )
+from nanotrain.data.run_tokenizer import uses_quickstart
 from nanotrain.errors import DataError, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.runs.folder import RunFolder

@@ -20,9 +20,10 @@ from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.notation import moves_mtp_layers
 from nanotrain.config.schedules import samples_of_steps
-from nanotrain.data.build import first_blend, unchecked_files
+from nanotrain.data.build import unchecked_files
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.run_tokenizer import first_blend
 from nanotrain.errors import EnvironmentFault, LocalFault
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import describe_activations
@@ -293,6 +294,7 @@ def _describe_data(plan: Plan, inputs: RunInputs, *, state: TrainState) -> str:
         unit = "sample" if stage.in_samples else "step"
         until = "" if stage.end is None else f", changing until {stage.end:,}"
         texts.append(f"{stage.name} from {unit} {stage.start:,}{until}: {stage.blend}")
+    texts += _shares_of_targets(config)
     texts += _ids_outside(plan)
     if config.train.eval_interval and config.train.eval_iters and not config.validates:
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
@@ -320,6 +322,16 @@ def _describe_steps(config: Config, state: TrainState) -> str:
 
 def _describe_tokens(num_samples: int, config: Config) -> str:
     return f"{describe_count(num_samples * config.data.seq_length)} tokens"
+
+
+def _shares_of_targets(config: Config) -> list[str]:
+    """The share of targets in each corpus of conversations."""
+    texts = []
+    for entry in parse_data_path(first_blend(config.data)):
+        info = read_info(entry.prefix)
+        if info.targets:
+            texts.append(f"{info.targets / info.tokens:.0%} of {entry.prefix} are targets")
+    return texts
 
 
 def _ids_outside(plan: Plan) -> list[str]:

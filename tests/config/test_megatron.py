@@ -157,12 +157,12 @@ def test_a_flag_of_a_pattern_takes_its_values_and_leaves_the_next_flag():
 
 def test_flags_with_one_cure_are_named_together():
     with pytest.raises(ConfigError) as caught:
-        load(["--offload-modules", "mlp", "--moe-paged-stash", "--sft"])
+        load(["--offload-modules", "mlp", "--moe-paged-stash", "--chat-template", "a"])
     text = str(caught.value)
     assert text.startswith(
         "3 flags ask for what does not exist here: --offload-modules mlp, --moe-paged-stash ("
     )
-    assert text.count("set --cpu-offloading with") == 1 and "--sft (" in text
+    assert text.count("set --cpu-offloading with") == 1 and "--chat-template a (" in text
 
 
 @pytest.mark.parametrize(

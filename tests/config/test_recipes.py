@@ -47,7 +47,8 @@ LARGER = (
     "qwen3_30b_a3b_512",
     "qwen3_8b_64",
 )
-RECIPES = (*PUBLISHED, *MIXTURES, *LARGER, *SMALL)
+TUNING = ("sft",)  # of whatever model it begins with
+RECIPES = (*PUBLISHED, *MIXTURES, *LARGER, *SMALL, *TUNING)
 
 
 def test_every_recipe_is_known_here():
@@ -134,6 +135,16 @@ def test_a_quick_start_is_small_and_shared_by_any_small_world(recipe):
     for world in (1, 2, 3, 4, 6):
         validate_for_world(config, world)
         assert global_batch_size(config.train, world) == global_batch_size(config.train, 1)
+
+
+@pytest.mark.parametrize("start", ["--load runs/base", "++checkpoint.pretrained_checkpoint=folder"])
+def test_fine_tuning_takes_any_model_and_whole_conversations(start: str) -> None:
+    line = f"+config=sft {start} ++data.data_path=[talks] ++optim.lr=2e-5 --train-iters 30"
+    config = load(line.split()).config
+    assert not config.is_model_known and config.optim.lr == 2e-5
+    assert (config.data.packing, config.data.reset_attention_mask) == ("best_fit", True)
+    assert config.data.reset_position_ids and config.precision.params_dtype == "bf16"
+    validate_for_world(config, 8)
 
 
 def test_recipes_that_are_as_in_a_paper_are() -> None:

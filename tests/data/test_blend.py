@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import Sample
 from nanotrain.data.blend import BlendedDataset, StageBlend, locate, plan_blend
-from nanotrain.data.build import build_data, first_blend
+from nanotrain.data.build import build_data
+from nanotrain.data.run_tokenizer import first_blend
 from nanotrain.errors import ConfigError
 from tests.data.conftest import WriteCorpus
 

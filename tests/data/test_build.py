@@ -7,8 +7,9 @@ import pytest
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import build_data, tokenizer_of, uses_quickstart
+from nanotrain.data.build import build_data
 from nanotrain.data.corpus_info import CorpusInfo, write_info
+from nanotrain.data.run_tokenizer import tokenizer_of, uses_quickstart
 from nanotrain.errors import DataError
 from tests.data.conftest import WriteCorpus, random_documents
 from tests.laws.megatron_file import write_tokens

@@ -21,10 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data import checksums, loader, remote
-from nanotrain.data.build import build_data, fingerprints, tokenizer_of
+from nanotrain.data.build import build_data, fingerprints
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.remote import ChunkCache, open_file, require_file
+from nanotrain.data.run_tokenizer import tokenizer_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.token_format import bin_path, mask_path, sums_path
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer

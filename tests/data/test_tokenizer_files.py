@@ -10,6 +10,7 @@ from nanotrain.errors import DataError
 
 def test_every_file_of_the_folder_is_read(tmp_path: Path) -> None:
     for name in (*TOKENIZER_FILES, "model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     assert set(read_files(tmp_path)) == set(TOKENIZER_FILES)
     assert read_files(tmp_path / "none") == {}
@@ -17,6 +18,7 @@ def test_every_file_of_the_folder_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZER_FILES)
 def test_a_pipe_is_no_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(DataError, match=f"{name} cannot be read: it is"):
         read_files(tmp_path)

@@ -16,6 +16,7 @@ from nanotrain.cli.main import main
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.prepare.chat import ChatTemplate, Conversation, as_text
 from nanotrain.prepare.chunks import plan_chunks
@@ -213,6 +214,12 @@ def test_a_tokenizer_with_several_templates_has_one_for_tools(tmp_path: Path) ->
     for tools in (None, [], TOOLS):
         theirs = tokenizer.apply_chat_template(talk, tools=tools)["input_ids"]
         assert chat.encode(as_text(talk, tools))[0] == theirs
+    # and so has the copy beside a corpus and in a run
+    loaded = load_tokenizer(folder)
+    loaded.save(tmp_path / "copy")
+    copy = ChatTemplate(str(tmp_path / "copy"))
+    assert copy.source == chat.source
+    assert copy.encode(as_text(talk, TOOLS))[0] == chat.encode(as_text(talk, TOOLS))[0]
 
 
 @pytest.mark.parametrize("is_text", [False, True])
@@ -255,12 +262,12 @@ def test_a_tokenizer_that_is_trained_has_no_template(
         "--format",
         "chat",
     ]
-    for name in ("bytes", "bpe:300"):
+    for name, message in (
+        ("bytes", "the chat template of a tokenizer turns conversations into text"),
+        ("bpe:300", "prepare the text of pretraining with --chat-template chatml"),
+    ):
         assert main([*line, "--tokenizer", name]) == 2
-        assert (
-            "the chat template of a tokenizer turns conversations into text"
-            in capsys.readouterr().err
-        )
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strips", ["", " | trim"])

@@ -260,6 +260,29 @@ def test_a_run_folder_has_its_own_checkpoint_and_megatron_needs_no_sizes(saved):
     assert config.model == model and inputs.is_resumed
 
 
+def test_rotary_positions_of_the_command_line_stay_for_longer_contexts(saved, tmp_path):
+    folder, model = saved
+    line = ["--rotary-base", "50000", "--max-position-embeddings", "2048"]
+    config, _ = opened("--load", str(folder), "--run-dir", str(tmp_path / "run"), *line)
+    assert config.model == replace(model, rotary_base=50000.0, max_position_embeddings=2048)
+
+
+def test_a_fine_tuning_goes_on_from_its_own_checkpoints(saved, tmp_path, logged):
+    folder, _ = saved
+    tuned = tmp_path / "tuned"
+    line = ["--load", str(folder), "--finetune", "--run-dir", str(tuned)]
+    _, inputs = opened(*line)
+    assert inputs.checkpoint == folder / "checkpoints" / "step-00000001"
+    shutil.copytree(folder / "checkpoints", tuned / "checkpoints")
+    own = tuned / "checkpoints" / "step-00000001"
+    config, inputs = opened(*line)
+    assert inputs.checkpoint == own and inputs.is_resumed and not config.checkpoint.finetune
+    assert any("goes on from its own step-00000001" in text for text in logged)
+    for others in (["--no-auto-resume"], ["--load", str(own)]):
+        config, inputs = opened(*line, *others)
+        assert config.checkpoint.finetune and not inputs.is_resumed
+
+
 def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(
     saved, tmp_path, monkeypatch
 ):

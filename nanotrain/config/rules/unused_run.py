@@ -96,6 +96,7 @@ def unused_corpora(c: Settings) -> UnusedFields:
         "generate_tokens",
         "generate_prompt",
         "packing",
+        "sft",
         "exclude_documents",
         "fim_data",
         by="mock_data",

@@ -1,21 +1,23 @@
 """Model sections that describe the same model.
 
 free_keys                    keys of the section that do not depend on the weights
+changed_positions            settings of rotary positions that a run changes for longer contexts
 resolved                     the same model with derived sizes set
 canonical                    the same model in one form, so that equal models compare equal
 write_layers, mixed_layers   the pattern of some layers
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.layer_kinds import LinearAttentionConfig, MLAConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS
+from nanotrain.config.schema import KEYS, value_of
 from nanotrain.errors import ErrorCollector
 from nanotrain.interop.hf.tables import read_tables
 from nanotrain.spec.shape import ModelShape
@@ -30,6 +32,27 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     if model_config.dsa:
         keys += tables["free_dsa_keys"]
     return tuple(keys)
+
+
+def changed_positions(
+    described: ModelConfig, configured: ModelConfig, *, explicit: Collection[str]
+) -> dict[str, Any]:
+    """The settings of rotary positions that differ from those of the weights, by key.
+
+    Args:
+        described: the model of the weights.
+        configured: the model section of the configuration.
+        explicit: keys of the section that the command line sets.
+    """
+    kinds = {described.position_embedding_type, configured.position_embedding_type}
+    if not kinds <= {"rope", "yarn"}:
+        return {}
+    changed = {}
+    for key in read_tables()["rotary_keys"]:
+        value = value_of(configured, key)
+        if key in explicit and value != value_of(described, key):
+            changed[key] = value
+    return changed
 
 
 def resolved(model_config: ModelConfig) -> ModelConfig:

@@ -23,7 +23,7 @@ from nanotrain.config.schema import value_of, with_values
 from nanotrain.data.pretrained import first_line
 from nanotrain.data.same_tokenizer import is_same_tokenizer
 from nanotrain.data.tokenizer import FastTokenizer, SlowTokenizer, load_with_files
-from nanotrain.data.tokenizer_files import VOCABULARY_FILES
+from nanotrain.data.tokenizer_files import GENERATION_FILE, TEMPLATE_FILE, VOCABULARY_FILES
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.families import (
@@ -38,7 +38,7 @@ from nanotrain.interop.hf.weights import WeightFiles
 from nanotrain.runs.files import write_bytes, write_text
 from nanotrain.untrusted import own_file, read_file
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+CONFIG_FILE = "config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Entries that do not hold for the export: weights are dequantized, and no code is copied.
 _NOT_EXPORTED = ("quantization_config", "auto_map")
@@ -189,13 +189,28 @@ class Companions:
 def fullest_tokenizer(name: str | None, origin: Path | None) -> str | None:
     """The tokenizer of a model: `name`, or its origin's if it is the same or `name` is unknown.
 
-    `name` may be a copy that lacks some of the origin's files.
+    `name` may be a copy that lacks some of the origin's files. A copy whose chat template or ends
+    of texts are other ones belongs to conversations that were learned since.
     """
     if origin is None or not any((origin / file).is_file() for file in VOCABULARY_FILES):
         return name
-    if name is None or is_same_tokenizer(name, str(origin)):
+    if name is None:
+        return str(origin)
+    if is_same_tokenizer(name, str(origin)) and not _has_other_chat(Path(name), origin):
         return str(origin)
     return name
+
+
+def _has_other_chat(folder: Path, origin: Path) -> bool:
+    """Whether a tokenizer's folder has another chat template, or other ends, than its origin."""
+    for file in (TEMPLATE_FILE, GENERATION_FILE):
+        copy = folder / file
+        original = origin / file
+        if not copy.is_file():
+            continue
+        if not original.is_file() or copy.read_bytes() != original.read_bytes():
+            return True
+    return False
 
 
 def _describes(folder: Path, model_config: ModelConfig) -> bool:

@@ -34,7 +34,7 @@ from nanotrain.config.schema import (
     without_absent,
 )
 from nanotrain.errors import ConfigError, HuggingFaceError
-from nanotrain.interop.hf.canonical import canonical, free_keys
+from nanotrain.interop.hf.canonical import canonical, changed_positions, free_keys
 from nanotrain.interop.hf.config_class import Entries, refuse_unread, understand
 from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
@@ -367,6 +367,8 @@ def check_against(
 ) -> ModelConfig:
     """The model to train from a pretrained checkpoint: its own, with the free fields as configured.
 
+    Rotary positions may be other ones on the command line, for longer contexts.
+
     Args:
         from_hf: configuration that config.json describes.
         configured: the model section of the configuration.
@@ -380,6 +382,11 @@ def check_against(
         # the layers of multi-token prediction in the files are left out
         from_hf = replace(from_hf, mtp=MTPConfig())
         explicit = explicit - {"mtp.num_layers"}
+    positions = changed_positions(from_hf, configured, explicit=explicit)
+    for key, value in positions.items():
+        before = typed(value_of(from_hf, key))
+        log_once(f"{KEYS[f'model.{key}'].flag} {typed(value)} for {before} of config.json")
+    from_hf = with_values(from_hf, positions)
     free = free_keys(from_hf)
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}

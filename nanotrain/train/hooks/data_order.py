@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import corpora_of, uses_quickstart
+from nanotrain.data.build import corpora_of
 from nanotrain.data.mix import (
     MixRequest,
     is_recorded,
@@ -20,6 +20,7 @@ from nanotrain.data.mix import (
     with_stages,
 )
 from nanotrain.data.order import OrderStart
+from nanotrain.data.run_tokenizer import uses_quickstart
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook

@@ -24,9 +24,10 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.checkpoint.store import describe_not_finite, none_usable, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
-from nanotrain.data.build import first_blend, require_same_corpora, uses_quickstart
+from nanotrain.data.build import require_same_corpora
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.run_tokenizer import first_blend, uses_quickstart
 from nanotrain.data.same_tokenizer import is_same_tokenizer
 from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name

@@ -70,6 +70,15 @@ def test_a_copy_of_the_tokenizer_beside_a_corpus_is_the_one_of_the_origin(tmp_pa
     assert fullest_tokenizer(str(tmp_path / "copy"), tmp_path / "origin") == str(
         tmp_path / "origin"
     )
+    for name in ("chat_template.jinja", "generation_config.json"):  # of conversations since
+        (tmp_path / "copy" / name).write_text("{}")
+        assert fullest_tokenizer(str(tmp_path / "copy"), tmp_path / "origin") == str(
+            tmp_path / "copy"
+        )
+        (tmp_path / "origin" / name).write_text("{}")
+        assert fullest_tokenizer(str(tmp_path / "copy"), tmp_path / "origin") == str(
+            tmp_path / "origin"
+        )
     backend.add_tokens(["b"])
     backend.save(str(tmp_path / "copy" / "tokenizer.json"))
     assert not Companions(str(tmp_path / "copy"), tmp_path / "origin").has_own_tokenizer

@@ -152,6 +152,16 @@ def test_a_folder_without_a_proper_config_is_refused(content: str | None, tmp_pa
         model_from_hf(tmp_path)
 
 
+def test_rotary_positions_change_for_longer_contexts() -> None:
+    longer = replace(LLAMA, rotary_base=5e5, max_position_embeddings=4096, hidden_size=64)
+    explicit = frozenset({"rotary_base", "max_position_embeddings"})
+    assert check_against(LLAMA, longer, explicit=explicit) == replace(longer, hidden_size=32)
+    assert check_against(LLAMA, longer, explicit=frozenset()) == LLAMA
+    learned = replace(LLAMA, position_embedding_type="learned_absolute")
+    with pytest.raises(HuggingFaceError, match="--max-position-embeddings 4096 contradicts"):
+        check_against(learned, longer, explicit=explicit)
+
+
 def test_an_explicit_field_that_contradicts_names_both_values() -> None:
     with pytest.raises(HuggingFaceError, match=r"--hidden-size 64 contradicts.*hidden_size = 32"):
         check_against(LLAMA, replace(LLAMA, hidden_size=64), explicit=frozenset({"hidden_size"}))

@@ -1,9 +1,10 @@
-"""Names in stored data sections that are not on this machine."""
+"""The tokenizer of stored data sections, whose names may not be on this machine."""
 
 import pytest
 
 from nanotrain.config.config import DataConfig
-from nanotrain.data.build import addresses_of, remote_name_of, tokenizer_of_stored
+from nanotrain.data.build import addresses_of
+from nanotrain.data.run_tokenizer import remote_name_of, tokenizer_of_stored
 from nanotrain.errors import DataError
 
 
