@@ -5,6 +5,8 @@ ran      here, as it stands, in a folder with small runs of the names that the p
 planned  training: its configuration, and the plan of the last rank of the ranks that it names
 parsed   its arguments and configuration (tests/test_docs.py); what it does is run by the tests named in PARSED
 named    other programs: the target, script or module is there
+followed the twin of docs/midtraining.md, whose commands build on each other: run in their order by
+         tests/test_midtraining.py
 """
 
 import re
@@ -25,6 +27,7 @@ from nanotrain.config.load import load
 from nanotrain.config.rules.check import validate_for_world
 from nanotrain.plan.plan import plan_run
 from tests.test_docs import PAGES, ROOT, code_lines
+from tests.test_midtraining import twin_commands
 
 RAN = re.compile(
     r"nanotrain (?!.*--nproc-per-node|.*s3://)(--version|config|completion|compare|runs|generate|checkpoint"
@@ -69,6 +72,8 @@ def shown_commands() -> list[str]:
 
 def kind_of(line: str) -> str:
     """One of the kinds above, or nothing."""
+    if line in twin_commands():
+        return "followed"
     if "..." in line:
         return "named" if line.split()[0] in {"nanotrain", "torchrun"} else ""
     if PLANNED.fullmatch(line):
@@ -148,7 +153,8 @@ def test_a_training_that_is_shown_reaches_its_learning_rate() -> None:
         steps, recipe = re.search(r"--train-iters (\d+)", line), re.search(r"\+config=(\w+)", line)
         if steps and recipe and (int(steps[1]) >= 10 or re.search(r"\blr[= ]", line)):
             warmup = load([f"+config={recipe[1]}"], to_train=False).config.optim.lr_warmup_iters
-            assert warmup < int(steps[1]), line
+            given = re.search(r"--lr-warmup-iters (\d+)", line)
+            assert (int(given[1]) if given else warmup) < int(steps[1]), line
 
 
 @pytest.mark.parametrize("line", of_kind("ran"))
