@@ -18,7 +18,7 @@ import pytest
 import nanotrain
 from nanotrain.cli import addresses
 from nanotrain.cli.launch import OPTIONS, split_arguments
-from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, main
+from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, FAMILY_COMMANDS, main
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
@@ -79,10 +79,9 @@ def known_flags() -> frozenset[str]:
     """
     configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags}
     text = io.StringIO()
+    groups = {"checkpoint": CHECKPOINT_COMMANDS, "data": DATA_COMMANDS, "family": FAMILY_COMMANDS}
     for words in [[name] for name in COMMANDS if name != "checkpoint"] + [
-        [group, n]
-        for group, names in (("checkpoint", CHECKPOINT_COMMANDS), ("data", DATA_COMMANDS))
-        for n in names
+        [group, n] for group, names in groups.items() for n in names
     ]:
         with redirect_stdout(text), suppress(SystemExit):
             main([*words, "--help"])

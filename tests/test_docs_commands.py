@@ -41,6 +41,7 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain plan": "tests/cli/test_plan.py",
     # with --tasks: the package is an extra
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",
+    "nanotrain family add": "tests/cli/test_family.py",
     "nanotrain generate --nproc-per-node": "tests/cli/test_launch.py",
     "nanotrain parity": "tests/parity",
     "nanotrain prepare": "tests/prepare",  # with a tokenizer that is trained

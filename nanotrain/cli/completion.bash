@@ -10,6 +10,8 @@ _nanotrain() {
     words="@checkpoint@"
   elif [[ $command == data ]] && ((COMP_CWORD == 2)); then
     words="@data@"
+  elif [[ $command == family ]] && ((COMP_CWORD == 2)); then
+    words="@family@"
   elif [[ $current == -* && $command =~ ^(train|sweep|parity|topology|evaluate|config)$ ]]; then
     words="@flags@"
   elif [[ $current == +* ]]; then

@@ -2,7 +2,7 @@
 
     train, config, completion                  here
     report, watch, runs, compare, timeline     runs.py
-    checkpoint COMMAND, data COMMAND           checkpoint.py, data.py
+    checkpoint, data and family COMMAND        checkpoint.py, data.py, family.py
     all others                                 files of their names
 
 Packages are imported inside the commands, so that `--help` does not load torch.
@@ -19,6 +19,7 @@ from nanotrain.cli.checks import check_names
 from nanotrain.cli.data import DATA_COMMANDS
 from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.evaluate import evaluate
+from nanotrain.cli.family import FAMILY_COMMANDS
 from nanotrain.cli.generate import generate
 from nanotrain.cli.launch import launch, split_arguments
 from nanotrain.cli.parity import parity
@@ -62,6 +63,11 @@ def data(argv: Sequence[str]) -> int:
     return run_command("nanotrain data", argv, commands=DATA_COMMANDS)
 
 
+def family(argv: Sequence[str]) -> int:
+    """Add a family of Hugging Face models from a folder."""
+    return run_command("nanotrain family", argv, commands=FAMILY_COMMANDS)
+
+
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value.
 
@@ -102,6 +108,7 @@ def completion(argv: Sequence[str]) -> int:
         "commands": COMMANDS,
         "checkpoint": CHECKPOINT_COMMANDS,
         "data": DATA_COMMANDS,
+        "family": FAMILY_COMMANDS,
         "flags": sorted({*FLAGS, *NEGATIONS, *ALIASES, "--nproc-per-node"}),
     }
     script = Path(__file__).with_name("completion.bash").read_text()
@@ -121,6 +128,7 @@ COMMANDS: dict[str, Command] = {
     "topology": topology,
     "checkpoint": checkpoint,
     "data": data,
+    "family": family,
     "evaluate": evaluate,
     "generate": generate,
     "report": report,

@@ -91,32 +91,51 @@ def understand(raw: Mapping[str, Any]) -> Entries:
         ) from None
 
 
-def refuse_unread(raw: Mapping[str, Any], entries: Entries) -> None:
+def refuse_unread(
+    raw: Mapping[str, Any], entries: Entries, *, declared: Mapping[str, Any] | None = None
+) -> None:
     """Refuse entries that nothing read, unless leaving them out means the same or has no effect.
 
     Args:
         raw: the parsed config.json.
         entries: what `understand` made of it; the readers have read them.
+        declared: defaults of a model that transformers has no class of; None for its class's.
 
     Raises:
         HuggingFaceError: there are such entries; the first is named with its value.
     """
     tables = read_tables(EFFECTS)
     kind = entries["model_type"]
-    config_class = _find_class(kind)
-    declared = _kept_by(config_class, {})
-    for name in sorted(entries.keys() - entries.was_read - _without_effect(kind)):
+    config_class = None
+    if declared is None:
+        config_class = _find_class(kind)
+        declared = _kept_by(config_class, {})
+    for name in sorted(entries.keys() - entries.was_read - without_effect(kind)):
         value = dict.__getitem__(entries, name)
         expected = declared.get(name)
-        if value == expected or (name not in declared and name not in tables["read_undeclared"]):
+        is_undeclared = config_class is not None and name not in declared
+        if value == expected or (is_undeclared and name not in tables["read_undeclared"]):
             continue
-        if name in declared and _follows(raw, name, value=value, config_class=config_class):
+        is_of_class = config_class is not None and name in declared
+        if is_of_class and _follows(raw, name, value=value, config_class=config_class):
             continue
         raise HuggingFaceError(
             f"config.json has {name}: {shown(value)}",
             why=f"nanotrain does not read it for a {kind}, and it may change what is computed",
             fix=f"choose a checkpoint whose {name} is {json.dumps(expected)[:48]}",
         )
+
+
+def has_class(kind: str) -> bool:
+    """Whether transformers has a config class of a `model_type`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING
+
+
+def class_defaults(kind: str) -> dict[str, Any]:
+    """The entries of transformers' class of a `model_type` without a config.json."""
+    return _kept_by(_find_class(kind), {})
 
 
 def _kept_by(config_class: Any, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,10 +196,10 @@ def _check_layer_counts(raw: Mapping[str, Any]) -> None:
             whole_number(value, name, high=MAX_LAYERS)
 
 
-def _without_effect(kind: str) -> frozenset[str]:
-    """Entries that do not change logits of a family."""
+def without_effect(kind: str) -> frozenset[str]:
+    """Entries that do not change logits of a family, files and versions among them."""
     tables = read_tables(EFFECTS)
-    names: set[str] = set()
+    names = set(tables["not_given_to_the_class"])
     for group in tables["without_effect"].values():
         names.update(group)
     for group in tables["without_effect_in"].get(kind, {}).values():

@@ -26,7 +26,14 @@ from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
-from nanotrain.interop.hf.families import FAMILIES, Family, config_to_hf, family_of
+from nanotrain.interop.hf.families import (
+    FAMILIES,
+    FOLDER_ROWS,
+    Family,
+    config_to_hf,
+    family_of,
+)
+from nanotrain.interop.hf.folder_row import ROW_FILE
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
 from nanotrain.interop.hf.names import (
     Constant,
@@ -100,6 +107,8 @@ def export_weights(
             has_tokenizer=companions.tokenizer is not None,
         )
         write_text(temporary / CARD_FILE, card)
+        if family in FOLDER_ROWS:
+            write_text(temporary / ROW_FILE, FOLDER_ROWS[family])
         if same_file is not None and not tokens:
             shutil.copyfile(same_file, temporary / CONFIG_FILE)
         else:

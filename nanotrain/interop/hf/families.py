@@ -14,6 +14,7 @@ families.yaml.
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,6 +37,7 @@ from nanotrain.config.schema import (
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, changed_positions, free_keys
 from nanotrain.interop.hf.config_class import Entries, refuse_unread, understand
+from nanotrain.interop.hf.folder_row import ROW_FILE, read_folder_row
 from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
@@ -73,6 +75,8 @@ class Family(Layout, Naming):
     ignored: Sequence[str] = ()
     # files may have layers after the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
+    # transformers has no class of it: config.json is read as it is, with `defaults`
+    without_class: bool = False
 
     @property
     def namings(self) -> tuple[Naming, ...]:
@@ -92,6 +96,19 @@ def load_families(path: Path = TABLES) -> dict[str, Family]:
     for name in read_tables(path)["families"]:
         families[name] = _build_family(_complete_row(name, rows))
     return families
+
+
+def build_family(kind: str, row: Row) -> Family:
+    """A family from a row that starts from rows of the package."""
+    tables = read_tables()
+    rows = tables["shared"] | tables["families"] | {kind: deepcopy(row)}
+    return _build_family(_complete_row(kind, rows))
+
+
+def known_rows() -> frozenset[str]:
+    """The names of the rows that a row of a folder may start from."""
+    tables = read_tables()
+    return frozenset((*tables["shared"], *tables["families"]))
 
 
 def _complete_row(name: str, rows: Mapping[str, Row]) -> Row:
@@ -139,6 +156,40 @@ def _build_names(table: Mapping[str, Any]) -> dict[str, HFName]:
 
 # A model is exported as the first family that can represent it.
 FAMILIES: dict[str, Family] = load_families()
+# the rows that lay in folders, by `model_type`: they are copied into exports
+FOLDER_ROWS: dict[str, str] = {}
+
+
+def add_folder_family(folder: Path) -> None:
+    """Add the family whose row lies in a folder, if the package has none of its `model_type`.
+
+    Raises:
+        HuggingFaceError: the file is no row, or another folder had another row for the type.
+    """
+    found = read_folder_row(folder, known=known_rows())
+    if found is None:
+        return
+    kind, row, text = found
+    if kind in FOLDER_ROWS:
+        if FOLDER_ROWS[kind] != text:
+            raise HuggingFaceError(
+                f"{folder / ROW_FILE} is another row for {kind} than a folder read before has",
+                why="this process can have one row for a model_type",
+                fix="keep one of them in both folders",
+            )
+        return
+    if kind in FAMILIES:
+        log_once(f"{folder / ROW_FILE} is not read: nanotrain has a row for {kind}")
+        return
+    try:
+        FAMILIES[kind] = build_family(kind, row)
+    except (ConfigError, *DAMAGE) as error:
+        raise HuggingFaceError(
+            f"{folder / ROW_FILE} is no row of a family",
+            why=f"{type(error).__name__}: {shown(str(error))}",
+            fix=f"remove it, and write it anew: nanotrain family add {folder}",
+        ) from None
+    FOLDER_ROWS[kind] = text
 
 
 def config_from_hf(raw: Raw) -> ModelConfig:
@@ -165,6 +216,12 @@ def config_from_hf(raw: Raw) -> ModelConfig:
 
 def _read_values(family: Family, raw: Mapping[str, Any]) -> Values:
     """The values of the model section; what transformers' config class refuses is refused."""
+    if family.without_class:
+        entries = Entries({**family.defaults, **raw})
+        values = family.read(entries)
+        refuse_unread(raw, entries, declared=family.defaults)
+        _check_values(values)
+        return values
     try:
         entries = understand(raw)
     except HuggingFaceError:
@@ -240,6 +297,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         HuggingFaceError: no such folder, no config.json, or not a JSON object.
     """
     raw = read_full_config(folder)
+    add_folder_family(folder)
     text = raw.get("text_config")
     if str(raw.get("model_type")) in FAMILIES or not isinstance(text, dict):
         return raw
@@ -428,7 +486,7 @@ def _find_family(name: str) -> Family:
         f"Hugging Face model_type {name} is not supported",
         why=why,
         fix=(
-            "use a checkpoint of a family of docs/families.md, "
-            "or add the family (docs/new_family.md)"
+            "use a checkpoint of a family of docs/families.md, or derive the row of this one: "
+            "nanotrain family add DIR (docs/new_family.md)"
         ),
     )

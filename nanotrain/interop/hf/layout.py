@@ -12,7 +12,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import resolved
-from nanotrain.interop.hf.config_class import Entries
+from nanotrain.interop.hf.config_class import Entries, pass_over
 from nanotrain.interop.hf.tables import read_tables
 from nanotrain.untrusted import shown, whole_number
 
@@ -76,6 +76,8 @@ class Layout:
     # entries that tables and parts have under another name -> their name in the files
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
+    # entries that the code of the family does not use, read without effect
+    passed_over: Sequence[str] = ()
 
     def read(self, raw: Raw) -> Values:
         """The values of the model section by key.
@@ -86,6 +88,7 @@ class Layout:
         entries = self._complete(raw)
         self._check_counts(entries)
         self._check_required(entries)
+        pass_over(entries, *self.passed_over)
         values = {key: entries[entry] for entry, key in self.entries.items() if entry in entries}
         if not values.get("moe.num_experts", True):
             reject("num_experts", values["moe.num_experts"], instead="above 0")

@@ -1,0 +1,238 @@
+"""Derive the row of a folder: read its files, apply the rules, and account for every entry.
+
+derive_family   the findings of a folder
+candidates      the rows that the findings leave, the likeliest first
+nearest_family  the known family with most names and entries in common
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.config_class import (
+    Entries,
+    class_defaults,
+    has_class,
+    understand,
+    without_effect,
+)
+from nanotrain.interop.hf.derive.findings import STANDARD, Findings, Row
+from nanotrain.interop.hf.derive.row import derive_row
+from nanotrain.interop.hf.derive.source import (
+    MAX_SOURCE_BYTES,
+    UNPARSABLE,
+    read_source,
+)
+from nanotrain.interop.hf.derive.tensors import TensorTable, read_table
+from nanotrain.interop.hf.families import (
+    DAMAGE,
+    FAMILIES,
+    SHARED_ENTRIES,
+    build_family,
+    read_full_config,
+)
+from nanotrain.interop.hf.layer_types import FULL
+from nanotrain.interop.hf.weights import WeightFiles
+from nanotrain.untrusted import own_file, plain_text, read_file
+
+MAX_CANDIDATES = 8
+OFF: tuple[Any, ...] = (
+    None,
+    False,
+    0,
+    0.0,
+    1.0,
+    "",
+    [],
+    {},
+)  # values of switches and factors without effect
+
+
+def derive_family(folder: Path) -> Findings:
+    """The findings of a folder: the row of its family, or what is missing.
+
+    Raises:
+        HuggingFaceError: files that cannot be read, or a family that has a row.
+    """
+    raw = _text_config(read_full_config(folder))
+    kind = str(raw.get("model_type", "(none)"))
+    if kind in FAMILIES:
+        raise HuggingFaceError(
+            f"model_type {kind} has a row already",
+            why=f"nanotrain reads {folder} as it is",
+            fix=f"use it: --pretrained-checkpoint {folder}",
+        )
+    architecture, class_name = _architectures(kind, raw)
+    source = read_source(folder, kind=kind, architecture=class_name)
+    try:
+        entries, row = _read_entries(folder, kind, raw=raw)
+        table = _read_tensors(folder, entries)
+        f = Findings(kind, architecture, entries, table, source, row=row)
+        f.defaults = row["defaults"] if "without_class" in row else class_defaults(kind)
+        if table.num_later_layers:
+            row["ignores_later_layers"] = True
+            f.notes.append(f"{table.num_later_layers} layers after the last one are not read")
+        if derive_row(f):
+            _account_for_entries(f)
+    except (*DAMAGE, RecursionError, MemoryError) as error:
+        raise HuggingFaceError(
+            f"config.json, tensors or code of {folder} describe no model",
+            why=f"{type(error).__name__}: {plain_text(str(error))[:200]}",
+            fix="fetch the folder again",
+        ) from None
+    return f
+
+
+def candidates(f: Findings) -> list[Row]:
+    """The rows that the findings leave, the likeliest first, at most MAX_CANDIDATES."""
+    rows = []
+    for patches in islice(product(*f.choices), MAX_CANDIDATES):
+        row = deepcopy(f.row)
+        for patch in patches:
+            row["layers"] |= patch["layers"]
+        rows.append(row)
+    return rows
+
+
+def nearest_family(f: Findings) -> tuple[str, int, int]:
+    """The known family with most in common: its name, the common features, and all of the row."""
+    own = _features(build_family(f.kind, f.row))
+    scores = {name: len(own & _features(family)) for name, family in FAMILIES.items()}
+    nearest = max(scores, key=lambda name: scores[name])
+    return nearest, scores[nearest], len(own)
+
+
+def _features(family: Any) -> set[tuple[str, str]]:
+    """Names of tensors, settings of entries and fixed settings of a family."""
+    features = {(module, name.name) for module, name in family.layers.items()}
+    features |= {("entry", f"{entry}: {key}") for entry, key in family.entries.items()}
+    features |= {("fixed", f"{key}: {value}") for key, value in family.fixed.items()}
+    return features
+
+
+def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the text model, of a model that sees images too."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or "model_type" not in text:
+        return raw
+    shared = {key: raw[key] for key in SHARED_ENTRIES if key in raw}
+    return shared | text
+
+
+def _architectures(kind: str, raw: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of the class in config.json, and that of the class whose code computes it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = raw.get("architectures")
+    own = str(named[0]) if isinstance(named, list) and named else ""
+    installed = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ""))
+    if not own and not installed:
+        raise HuggingFaceError(
+            f"config.json of {kind} names no class",
+            why="its `architectures` is what its modeling code is searched for",
+            fix="give a folder as `save_pretrained` writes it",
+        )
+    return own or installed, installed or own
+
+
+def _read_entries(folder: Path, kind: str, *, raw: dict[str, Any]) -> tuple[Any, Row]:
+    """The entries with defaults, and the row's tables about them.
+
+    Defaults are those of transformers' class. Without one they are the literal defaults in the
+    text of the folder's configuration file.
+    """
+    if has_class(kind):
+        return understand(raw), {}
+    defaults: dict[str, Any] = {}
+    for path in sorted(folder.glob("configuration_*.py")):
+        defaults |= _literal_defaults(path)
+    ignored = without_effect(kind)
+    defaults = {name: value for name, value in defaults.items() if name not in ignored}
+    return Entries(defaults | raw), {"without_class": True, "defaults": defaults}
+
+
+def _literal_defaults(path: Path) -> dict[str, Any]:
+    """Literal defaults of the arguments of every constructor in a file, read as text."""
+    try:
+        module = ast.parse(read_file(own_file(path), most=MAX_SOURCE_BYTES))
+    except (OSError, *UNPARSABLE):
+        return {}
+    defaults: dict[str, Any] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            defaults |= dict(_defaults_of(node.args))
+    return defaults
+
+
+def _defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:
+    """Names and values of arguments whose default is a plain number, text or None."""
+    positional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+    pairs = [*zip(positional, arguments.defaults, strict=True)]
+    pairs += [
+        (argument, default)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None
+    ]
+    for argument, default in pairs:
+        if isinstance(default, ast.Constant):
+            yield argument.arg, default.value
+
+
+def _read_tensors(folder: Path, entries: Any) -> TensorTable:
+    """The tensors of a folder, from the headers of its files."""
+    names = ("num_hidden_layers", *STANDARD["num_hidden_layers"])
+    counts = [entries[name] for name in names if name in entries]
+    num_layers = counts[0] if counts else None
+    shapes = WeightFiles(folder, prefix="").shapes
+    table = read_table(shapes, num_layers=num_layers)
+    if table is None:
+        raise HuggingFaceError(
+            f"no tensor of {folder} has the number of a layer in its name",
+            why=f"names are like {next(iter(shapes), '(none)')}",
+            fix="give the folder of a causal language model",
+        )
+    return table
+
+
+def _account_for_entries(f: Findings) -> None:
+    """Read config.json by the row; every entry that the code uses has to have a meaning."""
+    try:
+        build_family(f.kind, f.row).read(f.entries)
+    except HuggingFaceError as error:
+        f.lack("a value of an entry", asked_by=f"{error.what}; {error.why}")
+        return
+    except DAMAGE as error:
+        f.lack("an entry that a part reads", asked_by=f"{type(error).__name__}: {error}")
+        return
+    unread = f.entries.keys() - f.entries.was_read - without_effect(f.kind)
+    for entry in sorted(unread):
+        _account_for(f, entry)
+
+
+def _account_for(f: Findings, entry: str) -> None:
+    """Decide about one entry that the row does not read."""
+    value = dict.__getitem__(f.entries, entry)
+    is_used = f.source is None or entry in f.source.reads
+    if not is_used:
+        if value != f.defaults.get(entry, f):
+            passed_over: list[str] = f.row.setdefault("passed_over", [])
+            passed_over.append(entry)
+    elif _is_off(value):
+        f.require(entry, value)
+        f.notes.append(f"{entry}: taken as off at {value}; another value is refused")
+    elif isinstance(value, bool | str) or (type(value) is int and value == 1):
+        f.require(entry, value)
+        f.unproven.append(entry)
+    else:
+        f.lack("the meaning of an entry", asked_by=f.place_of(entry))
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a switch or a factor with this value is off; for lists, whether all layers are."""
+    if isinstance(value, list) and value and set(map(str, value)) == {FULL}:
+        return True
+    return any(type(value) is type(off) and value == off for off in OFF)

@@ -1,0 +1,228 @@
+"""The row of a family that lies beside the config.json of a folder, in nanotrain_family.yaml.
+
+    read_folder_row   the row, checked value by value: a downloaded folder may hold anything
+    write_row         the same as text
+
+`nanotrain family add` writes it. A row is data: it names entries, tensors and parts of the package.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nanotrain.config.schema import KEYS
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.parts import PARTS
+from nanotrain.untrusted import (
+    list_of,
+    object_of,
+    own_file,
+    parse_yaml,
+    read_file,
+    shown,
+    text_of,
+    unreadable,
+)
+
+ROW_FILE = "nanotrain_family.yaml"
+MAX_ROW_BYTES = 1 << 16  # the longest row of families.yaml has 6 kB
+MAX_ITEMS = 256
+# fields of a tensor with few values; those of `groups` are attributes of `ModelShape`
+VALUES = {"groups": ("num_heads", "query_groups"), "unsqueezed": ([0], [1])}
+FLAGS = ("transposed", "is_full", "has_neighbour_pairs", "has_swapped_halves")
+_LAYER = re.compile(r"[\w.]{0,80}\{layer\}[\w.]{0,80}")
+_PATTERN = re.compile(r"[\w.*]{1,120}")
+_WORD = re.compile(r"[\w.{}-]{1,160}")
+
+
+class FolderRow(NamedTuple):
+    """A row, its `model_type`, and the text of its file."""
+
+    kind: str
+    row: dict[str, Any]
+    text: str
+
+
+def read_folder_row(folder: Path, *, known: Collection[str]) -> FolderRow | None:
+    """The row of a folder; None where it has none.
+
+    Args:
+        folder: the folder of a model.
+        known: the rows that it may start from.
+
+    Raises:
+        HuggingFaceError: the file is no row.
+    """
+    path = folder / ROW_FILE
+    if not path.exists() and not path.is_symlink():
+        return None
+    try:
+        text = read_file(own_file(path), most=MAX_ROW_BYTES).decode()
+        families = object_of(object_of(parse_yaml(text), "it").get("families"), "families")
+        if len(families) != 1:
+            raise ValueError(f"it has {len(families)} families, it must have one")
+        kind, row = next(iter(families.items()))
+        return FolderRow(_word(kind, "model_type"), _checked(row, known=known), text)
+    except (OSError, ValueError) as error:
+        reason = unreadable(error)
+        fix = f"remove it, and write it anew: nanotrain family add {folder}"
+        raise HuggingFaceError(f"{path} is no row of a family", why=reason, fix=fix) from None
+
+
+def write_row(kind: str, row: Mapping[str, Any], *, comments: Collection[str] = ()) -> str:
+    """The text of a file with one row.
+
+    >>> print(write_row("mine", {"from": ["llama_layout"], "parts": ["rope"]}), end="")
+    families:
+      mine:
+        from: [llama_layout]
+        parts: [rope]
+    """
+    table = {"families": {kind: dict(row)}}
+    text = yaml.dump(table, Dumper=_Plain, sort_keys=False, default_flow_style=None, width=96)
+    lines = [f"# {comment}" for comment in comments]
+    return "\n".join([*lines, text])
+
+
+class _Plain(yaml.SafeDumper):
+    """A dumper that writes no aliases, which `parse_yaml` refuses."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write every value where it is."""
+        return True
+
+
+def _checked(row: Any, *, known: Collection[str]) -> dict[str, Any]:
+    """A row whose every table has the expected types."""
+    checks = _CHECKS | {"from": lambda value: _list(value, "from", known=known)}
+    checked = {}
+    for name, value in object_of(row, "the row").items():
+        if name not in checks:
+            raise ValueError(f"{shown(name)} is no table of a row")
+        checked[name] = checks[name](value)
+    for name in ("architecture", "from", "layers", "parts"):
+        if name not in checked:
+            raise ValueError(f"it has no {name}")
+    return checked
+
+
+def _word(value: Any, field: str) -> str:
+    text = text_of(value, field)
+    if not _WORD.fullmatch(text):
+        raise ValueError(f"{field} is {shown(text)}, it must be a name")
+    return text
+
+
+def _list(value: Any, field: str, *, known: Collection[str] | None = None) -> list[str]:
+    """A list of names, or of patterns of names."""
+    items = list_of(value, field)
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"{field} has {len(items)} items, at most {MAX_ITEMS} are read")
+    for item in items:
+        if known is None and not _PATTERN.fullmatch(text_of(item, field)):
+            raise ValueError(f"{field} has {shown(item)}, which is no pattern of names")
+        if known is not None and item not in known:
+            raise ValueError(f"{field} has {shown(item)}, which nanotrain does not know")
+    return items
+
+
+def _names(value: Any, field: str) -> dict[str, str]:
+    """A table of names."""
+    table = object_of(value, field)
+    return {_word(name, field): _word(other, field) for name, other in table.items()}
+
+
+def _keys(value: Any, field: str) -> dict[str, str]:
+    """Entries -> keys of the model section."""
+    table = _names(value, field)
+    for key in table.values():
+        _require_key(key)
+    return table
+
+
+def _fixed(value: Any) -> dict[str, Any]:
+    table = object_of(value, "fixed")
+    for key in table:
+        _require_key(key)
+    return table
+
+
+def _require_key(key: str) -> None:
+    if f"model.{key}" not in KEYS:
+        raise ValueError(f"{shown(key)} is no setting of the model section")
+
+
+def _required(value: Any) -> dict[str, list[Any]]:
+    table = object_of(value, "required")
+    return {_word(name, "required"): list_of(values, name) for name, values in table.items()}
+
+
+def _layer(value: Any) -> str:
+    text = text_of(value, "layer")
+    if not _LAYER.fullmatch(text):
+        raise ValueError(f"layer is {shown(text)}, it must be a name with {{layer}}")
+    return text
+
+
+def _layers(value: Any) -> dict[str, Any]:
+    """Modules -> names of tensors, or tables with `HFName`'s fields."""
+    table = object_of(value, "layers")
+    for module, name in table.items():
+        _word(module, "layers")
+        if not isinstance(name, dict):
+            _word(name, "layers")
+            continue
+        for field, part in name.items():
+            _check_name_field(field, part)
+    return table
+
+
+def _check_name_field(field: str, value: Any) -> None:
+    if field == "name":
+        _word(value, field)
+    elif field == "fused":
+        _list(value, field)
+    elif value in VALUES.get(field, ()):
+        return
+    elif field not in FLAGS or not isinstance(value, bool):
+        raise ValueError(f"a tensor of layers has {shown(field)}: {shown(value)}")
+
+
+def _constants(value: Any) -> dict[str, float]:
+    """Names of scalars -> their values."""
+    table = object_of(value, "constants")
+    for name, number in table.items():
+        _word(name, "constants")
+        if type(number) not in (int, float):
+            raise ValueError(f"{shown(name)} is {shown(number)}, it must be a number")
+    return table
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{shown(value)} must be true or false")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "architecture": lambda value: _word(value, "architecture"),
+    "constants": _constants,
+    "defaults": lambda value: object_of(value, "defaults"),
+    "ends": lambda value: _names(value, "ends"),
+    "entries": lambda value: _keys(value, "entries"),
+    "fixed": _fixed,
+    "ignored": lambda value: _list(value, "ignored"),
+    "ignores_later_layers": _flag,
+    "layer": _layer,
+    "layers": _layers,
+    "parts": lambda value: _list(value, "parts", known=PARTS),
+    "passed_over": lambda value: _list(value, "passed_over"),
+    "prefix": lambda value: _word(value, "prefix"),
+    "renamed": lambda value: _names(value, "renamed"),
+    "required": _required,
+    "without_class": _flag,
+    "written": lambda value: object_of(value, "written"),
+}
