@@ -12,6 +12,7 @@ MuonCoefficientType = Literal["simple", "quintic", "polar_express", "hybrid"]
 NewtonSchulzAlgorithm = Literal["standard", "gram"]
 MuonTPMode = Literal["distributed", "blockwise"]
 MatmulPrecision = Literal["medium", "highest"]
+MUON_OPTIMIZERS = ("muon", "normuon", "muon_h")  # update rules that orthogonalize matrices
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     optimizer: str = option("adam")
-    """name of the update rule: adam (AdamW), sgd, lion or muon"""
+    """name of the update rule: adam (AdamW), sgd, lion, muon, normuon (a second moment per neuron),
+    or muon_h and adam_h (Hyperball: fixed norms of matrices and of their updates)
+    """
 
     lr: float = option(3e-4, check=above(0))
     """peak learning rate"""
@@ -123,6 +126,12 @@ class OptimConfig:
     """muon: distributed (full matrices, each at one rank) or blockwise (the block of each
     tensor-parallel rank alone)
     """
+
+    normuon_beta2: float = option(0.95, check=between(0, 1))
+    """normuon: decay rate of the second moment of the rows of an update"""
+
+    normuon_eps: float = option(1e-8, check=above(0))
+    """normuon: added to the square root of the second moment"""
 
     muon_split_qkv_per_head: bool = option(False)
     """muon: orthogonalize every head of queries, keys, values and output gates apart; in MLA's

@@ -1,10 +1,13 @@
 """Optimization: update rules, the distributed optimizer, clipping, learning-rate schedules.
 
     rule.py, elementwise.py, muon.py    the interface of update rules, and the rules
+    normuon.py, hyperball.py            rules for matrices beyond Muon
     newton_schulz.py, gram_newton_schulz.py
                                         Muon's iterations
     matrices.py, matrix_routes.py       hidden matrices: their owners, and the way to them
     matrix_update.py, heads.py          the update of matrices, and of the heads of a projection
+    whole_matrix_state.py, fixed_norm.py
+                                        state per matrix, and updates that keep its norm
     state.py, stored.py, offload.py     state of a shard, its dtypes, state in host memory
     distributed.py                      the distributed optimizer
     sharded_module.py                   data parallelism and this optimizer for any torch module
@@ -18,7 +21,17 @@ row.
 """
 
 from nanotrain.optim.elementwise import ADAM, LION, SGD
+from nanotrain.optim.hyperball import ADAM_H, MUON_H
 from nanotrain.optim.muon import MUON
+from nanotrain.optim.normuon import NORMUON
 from nanotrain.optim.rule import UpdateRule
 
-OPTIMIZERS: dict[str, UpdateRule] = {"adam": ADAM, "sgd": SGD, "lion": LION, "muon": MUON}
+OPTIMIZERS: dict[str, UpdateRule] = {
+    "adam": ADAM,
+    "sgd": SGD,
+    "lion": LION,
+    "muon": MUON,
+    "normuon": NORMUON,
+    "muon_h": MUON_H,
+    "adam_h": ADAM_H,
+}

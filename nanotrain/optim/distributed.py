@@ -38,6 +38,7 @@ from nanotrain.optim.rule import ParamRange, UpdateStep
 from nanotrain.optim.state import BucketState, PartState
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.optim.trained_sets import TrainedSets
+from nanotrain.optim.whole_matrix_state import WholeMatrixStates
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.precision.dtypes import Precision
@@ -137,6 +138,12 @@ class DistributedOptimizer:
         balances = (update.balance for update in self._matrix_updates)
         return [balance for balance in balances if balance is not None]
 
+    @property
+    def _whole_matrix_states(self) -> list[WholeMatrixStates]:
+        """State of whole matrices, per grid of ranks."""
+        states = (update.state for update in self._matrix_updates)
+        return [state for state in states if state is not None]
+
     def step(
         self,
         lr: float,
@@ -215,6 +222,7 @@ class DistributedOptimizer:
                 continue
             for stored in part.stored.values():
                 tensors.extend(stored.tensors)
+        tensors.extend(states.flat for states in self._whole_matrix_states)
         return tensors
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
@@ -230,6 +238,8 @@ class DistributedOptimizer:
             for box, view in state.tensors(state.bucket.update_ranges, copies=self._loading):
                 if tensors.setdefault(box, view) is not view:
                     self._replicas.append((tensors[box], view))
+        for states in self._whole_matrix_states:
+            tensors.update(states.tensors(once=False))
         return tensors
 
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
@@ -258,6 +268,9 @@ class DistributedOptimizer:
         tensors: dict[TensorBox, Tensor] = {}
         for state in self._stored:
             tensors.update(state.tensors(state.ranges_to_save, copies=[], only=only))
+        if only is None:
+            for states in self._whole_matrix_states:
+                tensors.update(states.tensors(once=True))
         return tensors
 
     def state_dict(self) -> dict[str, object]:
@@ -330,6 +343,7 @@ class DistributedOptimizer:
                 rule=rule,
                 config=self._config,
                 groups=grid,
+                device=self._device,
             )
             updates.append(update)
         return updates

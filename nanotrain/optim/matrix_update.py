@@ -5,27 +5,39 @@ transform     at the owner of each matrix (`MatrixRoutes`); the pieces replace t
 main params   main = main * (1 - lr * weight_decay) - lr * scale * piece
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanotrain.config.config import OptimConfig
+from nanotrain.optim.fixed_norm import FixedNorms, NormFactors
 from nanotrain.optim.heads import row_factors, transform_heads
 from nanotrain.optim.matrices import OwnedMatrix, describe_balance
 from nanotrain.optim.matrix_routes import GridGroups, MatrixRoutes, plan_matrices
 from nanotrain.optim.rule import MatrixRule, ParamRange, UpdateStep
 from nanotrain.optim.state import PartState
+from nanotrain.optim.whole_matrix_state import WholeMatrixStates
 from nanotrain.parallel.dp.layout import BufferLayout
 
 
 class LocalPiece(NamedTuple):
     """Elements [start, stop) that this rank updates, counted in its part of the bucket."""
 
+    matrix_id: int  # index of the matrix
     owned: OwnedMatrix
     start: int
     stop: int
+
+
+class PieceChunk(NamedTuple):
+    """Elements of a piece in a chunk of main params."""
+
+    piece: LocalPiece
+    elements: slice  # counted as the start of the piece
+    main: Tensor  # [n] fp32 view of the chunk
+    update: Tensor  # [n], the transformed direction
 
 
 class MatrixBucket:
@@ -50,6 +62,11 @@ class MatrixUpdate:
         rule: rule for matrices.
         config: options of the rule.
         groups: groups of the grid.
+        device: device of the state of whole matrices.
+
+    Attributes:
+        balance: description of the distribution; None if nothing is sent to owners.
+        state: state of whole matrices, where the rule has one.
     """
 
     def __init__(
@@ -58,22 +75,31 @@ class MatrixUpdate:
         buckets: Sequence[Sequence[PartState]],
         *,
         rule: MatrixRule,
-        config: OptimConfig,
         groups: GridGroups,
+        device: torch.device,
+        config: OptimConfig,
     ) -> None:
         self._rule = rule
         self._config = config
         matrices = plan_matrices(layouts, rule, config=config, groups=groups)
-        self.balance = describe_balance(matrices, groups.sizes) if matrices else None
+        has_owners = bool(matrices) and rule.transform is not None
+        self.balance = describe_balance(matrices, groups.sizes) if has_owners else None
         self._matrices = matrices
         self._routes = MatrixRoutes(matrices, groups)
         self._buckets = [MatrixBucket(parts) for parts in buckets]
+        self.state: WholeMatrixStates | None = None
+        self._norms: FixedNorms | None = None
+        if rule.state is not None:
+            self.state = WholeMatrixStates(matrices, rule.state, rank=groups.rank, device=device)
+        if rule.fixes_norm:
+            assert self.state is not None, "norms are state"
+            self._norms = FixedNorms(matrices, groups, radius=self.state.flat)
         self._shard = groups.shard.index
         self._pieces: dict[int, LocalPiece] = {}  # local pieces by matrix_id
         for matrix_id, owned in enumerate(matrices):
             piece = owned.pieces.get(self._shard)
             if piece is not None:
-                local = LocalPiece(owned, piece.start, piece.stop)
+                local = LocalPiece(matrix_id, owned, piece.start, piece.stop)
                 self._pieces[matrix_id] = local
                 self._buckets[owned.bucket].pieces.append(local)
 
@@ -88,16 +114,46 @@ class MatrixUpdate:
             return directions[piece.owned.bucket][piece.start - first : piece.stop - first]
 
         def transform(full: Tensor, matrix_id: int) -> Tensor:
-            head_rows = self._matrices[matrix_id].matrix.head_rows
-            return transform_heads(
-                full, head_rows, transform=lambda heads: self._rule.transform(heads, self._config)
-            )
+            return self._transform(full, matrix_id, step=step)
 
-        for matrix_id, elements in self._routes.run(direction_of, like=like, transform=transform):
-            direction_of(matrix_id).copy_(elements)
-        for bucket, transformed in zip(self._buckets, directions, strict=True):
+        if self._rule.transform is not None:
+            updates = self._routes.run(direction_of, like=like, transform=transform)
+            for matrix_id, elements in updates:
+                direction_of(matrix_id).copy_(elements)
+        factors = self._norm_factors(directions, step)
+        for bucket, updates in zip(self._buckets, directions, strict=True):
             for part in bucket.parts:
-                self._update_main_params(part, bucket, directions=transformed, step=step)
+                self._update_main_params(part, bucket, updates=updates, step=step, factors=factors)
+
+    def _transform(self, full: Tensor, matrix_id: int, *, step: UpdateStep) -> Tensor:
+        """The update of a matrix at its owner."""
+        rule = self._rule
+        head_rows = self._matrices[matrix_id].matrix.head_rows
+
+        def transform(heads: Tensor) -> Tensor:
+            assert rule.transform is not None, "matrices are sent to be transformed"
+            return rule.transform(heads, self._config)
+
+        update = transform_heads(full, head_rows, transform=transform)
+        if rule.normalize is None:
+            return update
+        assert self.state is not None, "normalization has a state"
+        return rule.normalize(update, self.state[matrix_id], head_rows=head_rows, step=step)
+
+    def _norm_factors(self, directions: Sequence[Tensor], step: UpdateStep) -> NormFactors | None:
+        """The factors that keep the norms of all matrices; None if the rule does not fix them."""
+        if self._norms is None:
+            return None
+        for bucket, updates in zip(self._buckets, directions, strict=True):
+            for part in bucket.parts:
+                for start, stop in part.chunks():
+                    main = part.main.read(start, stop)
+                    for chunk in _piece_chunks(
+                        part, bucket, main=main, start=start, updates=updates
+                    ):
+                        matrix_id = chunk.piece.matrix_id
+                        self._norms.add(matrix_id, chunk.main, update=chunk.update)
+        return self._norms.factors(step)
 
     def _directions(self, bucket: MatrixBucket, *, like: Tensor, step: UpdateStep) -> Tensor:
         """Update the state of the parts of a bucket; returns [numel], their directions."""
@@ -108,7 +164,7 @@ class MatrixUpdate:
                 with part.loaded(start, stop) as ranges:
                     for param_range in ranges:
                         self._neutralize_grad(param_range, step)
-                        direction = self._rule.direction(param_range, self._config)
+                        direction = self._rule.direction(param_range, step)
                         numel = param_range.grad.numel()
                         directions[offset : offset + numel].copy_(direction)
                         offset += numel
@@ -125,29 +181,35 @@ class MatrixUpdate:
         torch.where(is_skipped, neutral, grad, out=grad)
 
     def _update_main_params(
-        self, part: PartState, bucket: MatrixBucket, *, directions: Tensor, step: UpdateStep
+        self,
+        part: PartState,
+        bucket: MatrixBucket,
+        *,
+        updates: Tensor,
+        step: UpdateStep,
+        factors: NormFactors | None,
     ) -> None:
-        """Update the main params of a part from the transformed directions of its bucket."""
-        applied = 1.0 - step.found_inf.double()
+        """Update the main params of a part from the updates of its bucket."""
         for start, stop in part.chunks():
             main = part.main.read(start, stop)
-            first = part.part.start + start
-            last = part.part.start + stop
-            for piece in bucket.pieces:
-                begin = max(piece.start, first)
-                end = min(piece.stop, last)
-                if begin >= end:
-                    continue
-                elements = main[begin - first : end - first]
-                direction = directions[begin - bucket.start : end - bucket.start]
-                if piece.owned.matrix.param.spec.weight_decay:
-                    elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
-                scale, factors = self._scales(piece, slice(begin, end))
-                if factors is not None:
-                    direction = direction * factors.to(direction.device)
-                # A skipped step adds zeros.
-                elements.add_((direction * applied).to(main.device), alpha=-step.lr * scale)
+            for chunk in _piece_chunks(part, bucket, main=main, start=start, updates=updates):
+                if factors is None:
+                    self._add_update(chunk, step)
+                else:
+                    _keep_norm(chunk, factors)
             part.main.write(main, start)
+
+    def _add_update(self, chunk: PieceChunk, step: UpdateStep) -> None:
+        """Decay some elements and add their update; a skipped step adds zeros."""
+        main = chunk.main
+        applied = 1.0 - step.found_inf.double()
+        if chunk.piece.owned.matrix.param.spec.weight_decay:
+            main.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
+        scale, factors = self._scales(chunk.piece, chunk.elements)
+        update = chunk.update
+        if factors is not None:
+            update = update * factors.to(update.device)
+        main.add_((update * applied).to(main.device), alpha=-step.lr * scale)
 
     def _scales(self, piece: LocalPiece, elements: slice) -> tuple[float, Tensor | None]:
         """The factor of the update of elements of a piece, counted as `piece.start`.
@@ -164,3 +226,35 @@ class MatrixUpdate:
             scales, matrix.head_rows, elements=in_matrix, columns=matrix.local_shape[1]
         )
         return scales[0], factors
+
+
+def _piece_chunks(
+    part: PartState, bucket: MatrixBucket, *, main: Tensor, start: int, updates: Tensor
+) -> Iterator[PieceChunk]:
+    """The elements of every piece in a chunk of main params.
+
+    Args:
+        part: the part of the chunk.
+        bucket: its bucket.
+        main: [n] fp32, the chunk.
+        start: first element of the chunk in the part.
+        updates: [numel of the bucket].
+    """
+    first = part.part.start + start
+    last = first + len(main)
+    for piece in bucket.pieces:
+        begin = max(piece.start, first)
+        end = min(piece.stop, last)
+        if begin < end:
+            elements = main[begin - first : end - first]
+            update = updates[begin - bucket.start : end - bucket.start]
+            yield PieceChunk(piece, slice(begin, end), elements, update)
+
+
+def _keep_norm(chunk: PieceChunk, factors: NormFactors) -> None:
+    """Update some elements of a matrix with a fixed norm."""
+    main = chunk.main
+    matrix_id = chunk.piece.matrix_id
+    update = chunk.update.double() * factors.update[matrix_id]
+    updated = (main.double() - update.to(main.device)) * factors.weight[matrix_id].to(main.device)
+    main.copy_(updated)

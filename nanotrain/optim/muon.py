@@ -40,8 +40,9 @@ SCALES: dict[MuonScaleMode, Callable[[int, int], float]] = {
 }
 
 
-def update_momentum(part: ParamRange, config: OptimConfig) -> Tensor:
+def update_momentum(part: ParamRange, step: UpdateStep) -> Tensor:
     """Update the momentum buffer; returns [n], the direction."""
+    config = step.config
     buffer = part.state["momentum_buffer"]
     buffer.lerp_(part.grad, 1.0 - config.muon_momentum)
     if config.muon_use_nesterov:
@@ -87,16 +88,13 @@ def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step)
 
 
-MUON = UpdateRule(
-    state_names=scalar_state_names,
-    update=update_scalars,
-    matrix=MatrixRule(
-        state_names=("momentum_buffer",),
-        direction=update_momentum,
-        momentum="momentum_buffer",
-        transform=orthogonalize,
-        scale=scale_of,
-        flops=orthogonalize_flops,
-        dtype=matmul_dtype,
-    ),
+MUON_MATRIX = MatrixRule(
+    state_names=("momentum_buffer",),
+    direction=update_momentum,
+    momentum="momentum_buffer",
+    transform=orthogonalize,
+    scale=scale_of,
+    flops=orthogonalize_flops,
+    dtype=matmul_dtype,
 )
+MUON = UpdateRule(state_names=scalar_state_names, update=update_scalars, matrix=MUON_MATRIX)

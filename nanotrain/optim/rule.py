@@ -9,6 +9,7 @@ param_groups   the ranges with equal learning rate and weight decay
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,24 +57,55 @@ class UpdateStep:
 
 
 @dataclass(frozen=True)
+class WholeMatrixState:
+    """State of a matrix besides that of its elements, in fp32."""
+
+    name: str  # in checkpoints, as the names of state of elements
+    numel: Callable[[Shape], int]  # from the shape of a full matrix
+    is_replicated: bool = False  # whether every rank of the grid has it; else the owner alone
+
+
+class Normalize(Protocol):
+    """Normalizes a transformed matrix by its state."""
+
+    def __call__(
+        self, update: Tensor, moment: Tensor, *, head_rows: Sequence[int], step: UpdateStep
+    ) -> Tensor:
+        """Normalize [rows, columns].
+
+        Args:
+            update: the transformed matrix.
+            moment: [n] its state, updated in place.
+            head_rows: rows of the slices of one head; empty: the matrix has no heads.
+            step: hyperparameters of the step.
+        """
+
+
+@dataclass(frozen=True)
 class MatrixRule:
     """The update of a hidden matrix.
 
-    main -= lr * (weight_decay * main + scale * transform(direction))
+    main -= lr * (weight_decay * main + scale * normalize(transform(direction)))
+
+    or, if the rule fixes norms, the update of `fixed_norm.py`, without weight decay.
     """
 
     state_names: tuple[str, ...]  # state tensors per element of a matrix
     # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped
     # step the gradient is replaced by one that leaves the state unchanged, see `momentum`
-    direction: Callable[[ParamRange, OptimConfig], Tensor]
-    # transforms full matrices of directions, [rows, columns] or [heads, rows, columns]
-    transform: Callable[[Tensor, OptimConfig], Tensor]
+    direction: Callable[[ParamRange, UpdateStep], Tensor]
+    # transforms full matrices of directions, [rows, columns] or [heads, rows, columns]; None: the
+    # direction is the update, and nothing is sent
+    transform: Callable[[Tensor, OptimConfig], Tensor] | None
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # FLOPs of `transform`
     # dtype in which directions and transformed matrices are sent
     dtype: Callable[[OptimConfig], torch.dtype]
     # the state tensor that, as a gradient, leaves the state unchanged; None: zeros do so
     momentum: str | None = None
+    state: WholeMatrixState | None = None
+    normalize: Normalize | None = None
+    fixes_norm: bool = False  # its state is the norm of the weights
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from nanotrain.config.config import (
 )
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.schema import ENTRIES, KEYS, flat_values, value_of, with_values
@@ -158,11 +159,13 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         fields["decoupled_lr"] = LEARNING_RATE * optim.decoupled_lr / optim.lr
     if optim.qk_clip:
         fields["qk_clip_threshold"] = min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)
-    rule = "muon_scalar_optimizer" if optim.optimizer == "muon" else "optimizer"
+    rule = "muon_scalar_optimizer" if optim.optimizer in MUON_OPTIMIZERS else "optimizer"
     if getattr(optim, rule) in ("adam", "lion"):
         fields |= {rule: "adam", "adam_eps": max(optim.adam_eps, MIN_ADAM_EPS)}
     # in bf16 a last bit of a gradient may change an update by some percent
-    if optim.optimizer == "muon":
+    if optim.optimizer == "adam_h":
+        fields["adam_eps"] = max(optim.adam_eps, MIN_ADAM_EPS)
+    if optim.optimizer in MUON_OPTIMIZERS:
         fields["muon_fp32_matmul_prec"] = "highest"
     return replace(optim, **fields)
 

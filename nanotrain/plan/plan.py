@@ -38,6 +38,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.plan.buffers import BufferPlan, plan_buffers
+from nanotrain.plan.matrices import MatrixGrid, matrix_grids, per_matrix_bytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.counts import layer_weights
@@ -183,6 +184,12 @@ class Plan:
                 ranges, bucket.update_numel, rule=self.rule, host_fraction=fraction
             )
 
+    def matrix_grids(self) -> Iterator[MatrixGrid]:
+        """The matrices that a rule for matrices updates, and the ranks that share them."""
+        return matrix_grids(
+            self.trained_buffers, self.rule.matrix, config=self.config.optim, groups=self.groups
+        )
+
     @property
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
@@ -237,7 +244,9 @@ class Plan:
     @property
     def resident_bytes(self) -> ResidentBytes:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
-        return sum((self._buffer_bytes(buffer) for buffer in self.buffers), ResidentBytes())
+        num_bytes = per_matrix_bytes(self.matrix_grids(), self.rule.matrix)
+        buffer_bytes = (self._buffer_bytes(buffer) for buffer in self.buffers)
+        return sum(buffer_bytes, ResidentBytes(optimizer=num_bytes))
 
     def _buffer_bytes(self, buffer: BufferPlan) -> ResidentBytes:
         """Resident bytes of one buffer."""

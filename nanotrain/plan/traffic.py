@@ -11,8 +11,8 @@
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Below the
 first layer with trained parameters no backward sends anything; that layer counts as a whole. Not
 included:
-tensor parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip and
-control traffic.
+tensor parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip,
+norms of Hyperball's matrices and control traffic.
 """
 
 import math
@@ -23,7 +23,7 @@ from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.model import MoEConfig
 from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.optim.matrix_routes import MatrixRoutes, grid_groups, plan_matrices
+from nanotrain.optim.matrix_routes import MatrixRoutes
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes
@@ -296,23 +296,13 @@ def _layers_with_backward(plan: Plan) -> list[int]:
 def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Directions of hidden matrices to their owners, and transformed matrices back."""
     rule = plan.rule.matrix
-    if rule is None:
+    if rule is None or rule.transform is None:
         return
-    config = plan.config.optim
-    for name in dict.fromkeys(buffer.shard.name for buffer in plan.trained_buffers):
-        buffers = [buffer for buffer in plan.trained_buffers if buffer.shard.name == name]
-        groups = grid_groups(
-            buffers[0].shard,
-            buffers[0].replicate,
-            groups=plan.groups,
-            config=config,
-            shards_across=buffers[0].layout.num_outer_shards > 1,
-        )
-        layouts = [buffer.layout for buffer in buffers]
-        placed = plan_matrices(layouts, rule, config=config, groups=groups)
-        for axis, numel in MatrixRoutes(placed, groups).sent_numel().items():
+    itemsize = rule.dtype(plan.config.optim).itemsize
+    for groups, owned in plan.matrix_grids():
+        for axis, numel in MatrixRoutes(owned, groups).sent_numel().items():
             group: GroupSpec = getattr(groups, axis)
-            yield (group.name, "all_to_all"), numel * rule.dtype(config).itemsize
+            yield (group.name, "all_to_all"), numel * itemsize
 
 
 # Bytes of a layer, from the bytes of its tokens over all transfers, the bytes of the counts and the

@@ -76,6 +76,7 @@ RUN: Rules = (
     run.check_warmup_rate,
     run.check_weight_decay,
     run.check_newton_schulz,
+    run.check_blockwise,
     run.check_optimizer_offload,
     run.check_corpora,
     run.check_trained_stages,

@@ -259,6 +259,17 @@ def check_newton_schulz(c: Settings) -> Errors:
         )
 
 
+def check_blockwise(c: Settings) -> Errors:
+    """Rules that need full matrices."""
+    optimizer = c.optim.optimizer
+    if c.optim.muon_tp_mode == "blockwise" and optimizer in ("normuon", "muon_h"):
+        yield ConfigError(
+            f"muon_tp_mode blockwise with optimizer {optimizer}",
+            why="its rows and norms are those of full matrices",
+            fix="set --muon-tp-mode distributed, or --optimizer muon",
+        )
+
+
 def check_optimizer_offload(c: Settings) -> Errors:
     """Optimizer state in host memory."""
     fraction = c.optim.optimizer_offload_fraction

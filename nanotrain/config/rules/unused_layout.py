@@ -1,5 +1,6 @@
 """Fields of parallelism, activation memory, update rules and precision without effect."""
 
+from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.rules.settings import Settings
 from nanotrain.config.rules.unused_fields import UnusedFields, unused
 
@@ -130,14 +131,17 @@ def unused_optimizer(c: Settings) -> UnusedFields:
 
 def scalar_optimizer(c: Settings) -> str:
     """The update rule of the parameters that Muon leaves, or of all."""
-    if c.optim.optimizer == "muon":
+    if c.optim.optimizer in MUON_OPTIMIZERS:
         return c.optim.muon_scalar_optimizer
+    if c.optim.optimizer == "adam_h":
+        return "adam"
     return c.optim.optimizer
 
 
 def unused_muon(c: Settings) -> UnusedFields:
     """Settings of Muon and of its clipped attention logits."""
-    if c.optim.optimizer != "muon":
+    optimizer = c.optim.optimizer
+    if optimizer not in MUON_OPTIMIZERS:
         yield unused(
             "muon_momentum",
             "muon_use_nesterov",
@@ -153,6 +157,28 @@ def unused_muon(c: Settings) -> UnusedFields:
             by="optimizer",
             why="it belongs to optimizer muon",
             fix="set --optimizer muon",
+        )
+    if optimizer in ("normuon", "muon_h"):
+        yield unused(
+            "muon_scale_mode",
+            by="optimizer",
+            why=f"updates of {optimizer} have a fixed size",
+            fix="set --optimizer muon",
+        )
+    if optimizer == "muon_h":
+        yield unused(
+            "muon_extra_scale_factor",
+            by="optimizer",
+            why="updates of muon_h have a fixed size",
+            fix="set --optimizer muon",
+        )
+    if optimizer != "normuon":
+        yield unused(
+            "normuon_beta2",
+            "normuon_eps",
+            by="optimizer",
+            why="it belongs to optimizer normuon",
+            fix="set --optimizer normuon",
         )
     if c.tp == 1 and c.etp == 1:
         yield unused(

@@ -1,0 +1,96 @@
+"""Hyperball: the norms of a matrix and of its update are fixed, in place of weight decay.
+
+    R = ||W|| at the first update
+    V = W - lr R u / ||u||
+    W = R V / ||V||
+
+u is the update of another rule, ||.|| the Frobenius norm. A matrix is sharded, so its ranks sum
+W.W, W.u and u.u in one all-reduce per axis, from which ||V|| follows.
+
+Source: Wen et al. 2026, "Hyperball Optimization" (arXiv 2606.16899), section 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.optim.matrices import OwnedMatrix
+from nanotrain.optim.matrix_routes import GridGroups
+from nanotrain.optim.rule import UpdateStep
+
+NUM_PRODUCTS = 3  # W.W, W.u, u.u
+TINY = 1e-30  # keeps quotients of zeros finite
+
+
+@dataclass(frozen=True)
+class NormFactors:
+    """The update W = weight * (W - update * u) of every matrix, [matrices] fp64."""
+
+    update: Tensor
+    weight: Tensor
+
+
+class FixedNorms:
+    """Norms of the matrices of one grid.
+
+    Args:
+        matrices: all matrices of the grid.
+        groups: groups of the grid.
+        radius: [matrices] fp32, R of every matrix; 0 before its first update.
+    """
+
+    def __init__(
+        self, matrices: Sequence[OwnedMatrix], groups: GridGroups, *, radius: Tensor
+    ) -> None:
+        self._groups = groups
+        self._radius = radius
+        # a replicated matrix is counted at one tensor-parallel rank
+        self._counts = []
+        for owned in matrices:
+            is_sharded = owned.matrix.sharded_dim is not None
+            self._counts.append(is_sharded or owned.owner.tensor == groups.rank.tensor)
+        self._products: list[Tensor] = [_no_products(radius) for _ in matrices]
+
+    def add(self, matrix_id: int, weights: Tensor, *, update: Tensor) -> None:
+        """Add products of elements of a matrix on this rank.
+
+        Args:
+            matrix_id: index of the matrix.
+            weights: [n] fp32.
+            update: [n].
+        """
+        if not self._counts[matrix_id]:
+            return
+        device = self._radius.device
+        w = weights.double()
+        u = update.to(w.device).double()
+        products = torch.stack([w @ w, w @ u, u @ u])
+        self._products[matrix_id] = self._products[matrix_id] + products.to(device)
+
+    def factors(self, step: UpdateStep) -> NormFactors:
+        """Sum the products over the ranks of every matrix; returns the factors of the step.
+
+        The first one sets R.
+        """
+        products = torch.stack(self._products)
+        self._products = [_no_products(self._radius) for _ in self._counts]
+        for group in (self._groups.shard, self._groups.tensor):
+            assert isinstance(group, Group), "a spec is for plans"
+            all_reduce(products, group)
+        weight_square, product, update_square = products.unbind(dim=1)
+        is_first = self._radius == 0
+        self._radius.copy_(torch.where(is_first, weight_square.sqrt(), self._radius.double()))
+        radius = self._radius.double()
+        size = step.lr * radius / update_square.sqrt().clamp(min=TINY)
+        new_square = weight_square - 2 * size * product + size.square() * update_square
+        weight = radius / new_square.clamp(min=0.0).sqrt().clamp(min=TINY)
+        applied = 1.0 - step.found_inf.double()
+        return NormFactors(size * applied, torch.where(step.is_skipped, 1.0, weight))
+
+
+def _no_products(radius: Tensor) -> Tensor:
+    return torch.zeros(NUM_PRODUCTS, dtype=torch.float64, device=radius.device)
