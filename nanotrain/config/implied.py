@@ -46,6 +46,7 @@ def implied_settings(
     """
     return [
         *implied_yarn(config.model, line),
+        *implied_expert_bias(config.model),
         *implied_precision(config, line),
         *implied_sharding(line),
         *implied_trackers(config, explicit),
@@ -54,6 +55,14 @@ def implied_settings(
         *implied_resume(config, line),
         *implied_fine_tuning(config, explicit),
     ]
+
+
+def implied_expert_bias(model_config: ModelConfig) -> Iterator[Implied]:
+    """Quantile balancing sets the biases of experts."""
+    moe = model_config.moe
+    if moe is not None and moe.balances_quantiles and not moe.router_enable_expert_bias:
+        why = "quantile_balancing sets the biases of experts"
+        yield Implied("moe_router_enable_expert_bias", True, why)
 
 
 def implied_yarn(model_config: ModelConfig, line: CommandLine) -> Iterator[Implied]:

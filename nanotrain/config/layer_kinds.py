@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-from nanotrain.config.option import above, at_least, option
+from nanotrain.config.option import above, at_least, between, option
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc"]
 SparseAttentionType = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "none"]
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ class MoEConfig:
 
     router_load_balancing_type: list[LoadBalancing] = option(["seq_aux_loss"])
     """load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so
-    far (weaker in Megatron-LM, see moe_divide_global_aux_loss_by_dp), or none
+    far (weaker in Megatron-LM, see moe_divide_global_aux_loss_by_dp), or none; quantile_balancing
+    is no loss: once per step it sets the bias of every expert from the scores of the global batch
     """
 
     router_force_load_balancing: bool = option(False)
@@ -278,10 +279,21 @@ class MoEConfig:
     router_bias_update_rate: float = option(1e-3, check=at_least(0))
     """auxiliary-loss-free balancing: change of a bias per optimizer step"""
 
+    router_quantile_balancing_ema: float = option(0.0, check=between(0, 1))
+    """quantile_balancing: factor of the last bias; 0: the bias is that of the last step's scores"""
+
+    router_qb_num_bins: int = option(1000, check=at_least(2))
+    """quantile_balancing: bins of equal width in which scores are counted, per expert"""
+
     expert_capacity_factor: float | None = option(None, check=above(0))
     """capacity factor: tokens per expert and sequence, relative to an even share; unset: no token
     is dropped
     """
+
+    @property
+    def balances_quantiles(self) -> bool:
+        """Whether the biases of experts are quantiles of the scores."""
+        return "quantile_balancing" in self.router_load_balancing_type
 
     @property
     def num_choices(self) -> int:

@@ -50,6 +50,7 @@ from nanotrain.kernels.router_logits import router_logits
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
+from nanotrain.model.router_quantiles import RequiredBias
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
@@ -85,7 +86,8 @@ class Router(StatefulModule):
 
     Attributes:
         expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is
-            not enabled. Updated once per step by `update_expert_bias` and saved in checkpoints.
+            not enabled. Updated once per step by parts of the step and saved in checkpoints.
+        required_bias: counts for quantile balancing; None for other kinds.
         stats: counts since the last collection.
     """
 
@@ -113,6 +115,7 @@ class Router(StatefulModule):
         self._recompute = parallel.recompute
         expert_bias = torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
+        self.required_bias = RequiredBias(moe) if moe.balances_quantiles else None
         self.stats = RouterStats(self.num_experts)
         self._balance = _balance_terms(moe, dp_size=self.dp.size)
 
@@ -161,6 +164,8 @@ class Router(StatefulModule):
         routing = Routing(kept_ids.flatten(0, 1), topk_weights.flatten(0, 1), permutation)
         if self._counts and not context.is_padding:
             self._count(routing, topk_ids, probabilities=probabilities.detach())
+            if self.required_bias is not None and self.expert_bias is not None:
+                self.required_bias.count(scores.detach(), self.expert_bias)
         return routing
 
     @property
@@ -291,7 +296,7 @@ def _balance_terms(moe: MoEConfig, *, dp_size: int) -> list[BalanceTerm]:
     """The load-balancing losses with a coefficient above 0."""
     terms = []
     for kind, coeff in zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True):
-        if kind == "none" or coeff <= 0:
+        if kind in ("none", "quantile_balancing") or coeff <= 0:
             continue
         if kind == "global_aux_loss" and moe.divide_global_aux_loss_by_dp:
             coeff = coeff / dp_size

@@ -16,6 +16,11 @@ DATA = "--mock-data --vocab-size 64 --num-layers 8"
     ("arguments", "key", "value"),
     [
         ("--wandb-project p", "train.wandb", True),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type quantile_balancing",
+            "model.moe.router_enable_expert_bias",
+            True,
+        ),
         ("--tensorboard-dir tb", "train.tensorboard", True),
         ("--run-dir s3://bucket/run", "checkpoint.async_save", True),
         ("--run-dir s3://bucket/run --no-async-save", "checkpoint.async_save", False),

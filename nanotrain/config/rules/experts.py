@@ -189,6 +189,39 @@ def check_balancing_losses(c: Settings) -> Errors:
         )
 
 
+def check_quantile_balancing(c: Settings) -> Errors:
+    """Biases that are quantiles of scores."""
+    moe = c.moe
+    if not c.has_experts or not moe.balances_quantiles:
+        return
+    coefficients = dict(zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=False))
+    if coefficients.get("quantile_balancing"):
+        yield ConfigError(
+            f"coefficient {coefficients['quantile_balancing']:g} of quantile_balancing",
+            why="it is no loss",
+            fix="set its --moe-aux-loss-coeff to 0",
+        )
+    if not moe.router_enable_expert_bias:
+        yield ConfigError(
+            "quantile_balancing without moe_router_enable_expert_bias",
+            why="it sets the biases of experts",
+            fix="set --moe-router-enable-expert-bias",
+        )
+    if moe.router_num_groups is not None:
+        yield ConfigError(
+            f"quantile_balancing with moe_router_num_groups {moe.router_num_groups}",
+            why="a token cannot choose the experts of other groups, whatever their biases are",
+            fix="leave out --moe-router-num-groups, or choose another "
+            "--moe-router-load-balancing-type",
+        )
+    if moe.router_topk >= moe.num_choices:
+        yield ConfigError(
+            f"quantile_balancing with moe_router_topk {moe.router_topk} of {moe.num_choices}",
+            why="every token chooses every expert",
+            fix="lower --moe-router-topk, or set --moe-router-load-balancing-type none",
+        )
+
+
 def check_groups(c: Settings) -> Errors:
     """Groups of experts, and how many experts a token can reach."""
     moe = c.moe

@@ -444,6 +444,20 @@ def unused_router(c: Settings) -> UnusedFields:
             why="there is no shared expert",
             fix="set --moe-shared-expert-intermediate-size",
         )
+    if not c.moe.balances_quantiles:
+        yield unused(
+            "moe_router_quantile_balancing_ema",
+            "moe_router_qb_num_bins",
+            by=by_losses,
+            why="it belongs to quantile_balancing",
+            fix="set --moe-router-load-balancing-type quantile_balancing",
+        )
+    elif c.moe.router_enable_expert_bias:
+        yield unused(
+            "moe_router_bias_update_rate",
+            by=by_losses,
+            why="quantile_balancing sets biases, whatever they were",
+        )
     if not c.moe.router_enable_expert_bias:
         yield unused(
             "moe_router_bias_update_rate",

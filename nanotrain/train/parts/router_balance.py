@@ -28,6 +28,7 @@ class RouterBalance(StepPart):
         self._stages = model.stages
         self._device = model.context.device
         self._rate = moe.router_bias_update_rate
+        self._moves_biases = not moe.balances_quantiles
         self._length = moe.num_choices + len(SCALARS)
         self._routers: dict[str, HasRouterState] = {}
         for stage in self._stages.values():
@@ -60,7 +61,7 @@ class RouterBalance(StepPart):
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         for name, router_sums in zip(self._names, sums.view(-1, self._length), strict=True):
-            if name in self._routers and name not in self._frozen:
+            if self._moves_biases and name in self._routers and name not in self._frozen:
                 moved = torch.where(update.skipped, 0.0, router_sums[: -len(SCALARS)])
                 update_expert_bias(self._routers[name], moved, rate=self._rate)
         return sums

@@ -16,6 +16,7 @@ from nanotrain.train.parts.moving_average import MovingAverage
 from nanotrain.train.parts.norms import GroupNorms, ParamsNorm
 from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
 from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
+from nanotrain.train.parts.quantile_balance import QuantileBalance
 from nanotrain.train.parts.rank_capacity import RankCapacity
 from nanotrain.train.parts.router_balance import RouterBalance
 from nanotrain.train.parts.stochastic_rounding import StochasticRounding
@@ -28,6 +29,7 @@ PARTS: dict[str, type[StepPart]] = {
     "indexer_loss": IndexerLoss,
     "source_losses": SourceLosses,
     "router_balance": RouterBalance,
+    "quantile_balance": QuantileBalance,
     "rank_capacity": RankCapacity,
     "max_attention_logit": MaxAttentionLogit,
     "qk_clip": QKClip,
