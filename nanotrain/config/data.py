@@ -33,6 +33,11 @@ class DataConfig:
     the blend from a step on, or from a sample on (START with 'samples' after it)
     """
 
+    loss_weights: list[str] = option([], name="data_loss_weights")
+    """NAME=WEIGHT for every corpus of the blend: its weight in the loss, whatever its share of the
+    samples is; unset: its share of the samples
+    """
+
     split: str = option("969,30,1")
     """proportions of training, validation and test documents"""
 

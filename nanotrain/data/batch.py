@@ -26,7 +26,8 @@ class Sample:
 
     tokens: np.ndarray  # [S] int64, the inputs
     labels: np.ndarray  # [S] int64, the next token of every input
-    loss_mask: np.ndarray  # [S] float32, 1 where the prediction counts in the loss
+    # [S] float32, above 0 where the prediction counts in the loss: 1, or its factor there
+    loss_mask: np.ndarray
     position_ids: np.ndarray | None = None  # [S] int64, or None for 0..S-1
     # [S] int32, equal inside a document; None where attention crosses documents
     segment_ids: np.ndarray | None = None
@@ -75,7 +76,7 @@ class Batch:
     @property
     def num_target_tokens(self) -> Tensor:
         """Predictions that count in the loss, a scalar on the batch's device."""
-        return self.loss_mask.sum()
+        return (self.loss_mask > 0).sum()
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to a device, asynchronously from pinned memory.

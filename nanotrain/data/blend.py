@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Self
 
+import numpy as np
+
 from nanotrain.data.batch import Sample, SampleDataset
 
 # parts of a linear change of weights, whose weights are at most half a percent off
@@ -163,6 +165,7 @@ class BlendedDataset:
         stages: the blends, in order; the first starts at sample 0.
         first: the first sample that is read; the run has read other data before.
         read: samples of every source that were read before `first`; empty for none.
+        loss_weights: weights of the sources in the loss; empty: as their samples.
     """
 
     def __init__(
@@ -172,11 +175,13 @@ class BlendedDataset:
         *,
         first: int = 0,
         read: Sequence[int] = (),
+        loss_weights: Sequence[Fraction] = (),
     ) -> None:
         assert stages and stages[0].start == 0, "the first stage starts at sample 0"
         self.datasets = tuple(datasets)
         self.stages = tuple(stages)
         self.first = first
+        self.loss_weights = tuple(loss_weights)
         self._parts = _parts_from(tuple(_constant_parts(stages)), first)
         self._starts = [part.start for part in self._parts]
         self._trees = [plan_blend(part.weights) for part in self._parts]
@@ -201,7 +206,16 @@ class BlendedDataset:
     def with_stages(self, stages: Sequence[StageBlend]) -> "BlendedDataset":
         """The same sources, read from the same sample on by other stages."""
         read = self._read_before[0]
-        return BlendedDataset(self.datasets, stages, first=self.first, read=read)
+        return BlendedDataset(
+            self.datasets, stages, first=self.first, read=read, loss_weights=self.loss_weights
+        )
+
+    def with_loss_weights(self, weights: Sequence[Fraction]) -> "BlendedDataset":
+        """The same samples with weights in the loss, above 0, one per source."""
+        read = self._read_before[0]
+        return BlendedDataset(
+            self.datasets, self.stages, first=self.first, read=read, loss_weights=weights
+        )
 
     def continued(self, first: int, read: Sequence[int]) -> "BlendedDataset":
         """The same blends, read from sample `first` on.
@@ -210,7 +224,9 @@ class BlendedDataset:
             first: the first sample that is read.
             read: samples of every source that were read before.
         """
-        return BlendedDataset(self.datasets, self.stages, first=first, read=read)
+        return BlendedDataset(
+            self.datasets, self.stages, first=first, read=read, loss_weights=self.loss_weights
+        )
 
     @property
     def samples_per_epoch(self) -> int:
@@ -236,7 +252,22 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
         source, sample = self.locate(index)
-        return self.datasets[source][sample]
+        read = self.datasets[source][sample]
+        if not self.loss_weights:
+            return read
+        factor = np.float32(self.loss_factor(source, index))
+        return replace(read, loss_mask=read.loss_mask * factor)
+
+    def loss_factor(self, source: int, index: int) -> float:
+        """How often a target token of a source counts in the loss: its weight / its share.
+
+        Args:
+            source: index of the source.
+            index: index of a sample of the blend, for its stage.
+        """
+        stage = self.stage_at(index)
+        total = sum(self.loss_weights[other] for other in stage.sources)
+        return float(self.loss_weights[source] / total / stage.share_of(source))
 
     def _stage_index(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1

@@ -29,6 +29,7 @@ from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_docu
 from nanotrain.data.fim import FillInTheMiddle
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.loss_weights import parse_loss_weights
 from nanotrain.data.packing import PackedDataset
 from nanotrain.data.remote import ChunkCache
 from nanotrain.data.run_tokenizer import first_blend, tokenizer_of, uses_quickstart
@@ -121,6 +122,8 @@ def build_data(
     built = {}
     for name, blend in zip(SPLITS, blends, strict=True):
         built[name] = _build_split(name, blend, opener=opener, is_required=name in required)
+    if data.loss_weights:
+        built["train"] = _with_loss_weights(built["train"], data)
     valid_sets: dict[str, SampleDataset] = {}
     for name, entry in named.items():
         dataset = opener.open_whole(entry.prefix)
@@ -142,6 +145,14 @@ def _build_split(
     if name == "train" and data.stages:
         return _blend_stages(datasets, data)
     return _blend(datasets, blend)
+
+
+def _with_loss_weights(samples: SampleDataset | None, data: DataConfig) -> SampleDataset:
+    """The training samples with the weights of their corpora in the loss."""
+    names = source_names(samples) if samples is not None else ()
+    weights = parse_loss_weights(data.loss_weights, names)
+    assert isinstance(samples, BlendedDataset), "several names are those of a blend"
+    return samples.with_loss_weights(weights)
 
 
 def _parse_named(data: DataConfig) -> dict[str, WeightedPrefix]:

@@ -91,6 +91,7 @@ def unused_corpora(c: Settings) -> UnusedFields:
         "data_path",
         "train_data_path",
         "data_stages",
+        "data_loss_weights",
         "quickstart",
         "quickstart_vocab_size",
         "generate_tokens",
