@@ -21,6 +21,11 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None, check=at_least(1))
     """also keep the checkpoints at steps that are a multiple of this"""
 
+    average_saves: int | None = option(None, check=at_least(2))
+    """after every save write the mean of the weights of this many last checkpoints into the folder
+    averages of the run
+    """
+
     async_save: bool = option(False)
     """write checkpoints in the background, from a copy in host memory"""
 

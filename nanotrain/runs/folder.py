@@ -11,6 +11,7 @@ runs/<name>/
   report.html        the report of the run
   run.lock           held by the job that trains in the folder
   checkpoints/       step-00000100/ ...
+  averages/          step-00000100/, the mean of the last checkpoints, if asked for
   tokenizer/         all files of the tokenizer
   data/              the quick-start corpus, if it is used
   profile/, tensorboard/, wandb/   if enabled

@@ -37,6 +37,7 @@ from nanotrain.storage.remote import is_address
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
+from nanotrain.train.hooks.average_saves import AverageSavesHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.data_order import DataOrderHook
 from nanotrain.train.hooks.description import DescriptionHook, StartFacts
@@ -165,6 +166,8 @@ def _hooks_after_steps(config: Config) -> list[Hook]:
         hooks.append(ReplicasHook())
     if enabled_trackers(train):
         hooks.append(TrackHook())
+    if config.checkpoint.average_saves is not None:
+        hooks.append(AverageSavesHook(config.checkpoint.average_saves))
     if config.checkpoint.save:
         hooks.append(CheckpointHook())
     if train.profile:

@@ -78,6 +78,7 @@ RUN: Rules = (
     run.check_weight_decay,
     run.check_newton_schulz,
     run.check_blockwise,
+    run.check_average_saves,
     run.check_optimizer_offload,
     run.check_corpora,
     run.check_trained_stages,

@@ -8,6 +8,7 @@ from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of
+from nanotrain.storage.remote import is_address
 
 
 def check_packing(c: Settings) -> Errors:
@@ -256,6 +257,32 @@ def check_newton_schulz(c: Settings) -> Errors:
             f"muon_num_ns_steps {steps} with muon_coefficient_type hybrid",
             why="its last two steps are others than those before",
             fix="set --muon-num-ns-steps 10",
+        )
+
+
+def check_average_saves(c: Settings) -> Errors:
+    """Checkpoints that are averaged must be there."""
+    checkpoint = c.checkpoint
+    num_saves = checkpoint.average_saves
+    if num_saves is None:
+        return
+    if checkpoint.save_interval == 0:
+        yield ConfigError(
+            f"average_saves {num_saves} with save_interval 0",
+            why="a start of the run saves once, at its end",
+            fix="set --save-interval, or leave out --average-saves",
+        )
+    if 0 < checkpoint.keep_last < num_saves:
+        yield ConfigError(
+            f"average_saves {num_saves} with keep_last {checkpoint.keep_last}",
+            why="an average is read from the checkpoints that are kept",
+            fix=f"set --keep-last {num_saves}",
+        )
+    if is_address(c.train.run_dir or ""):
+        yield ConfigError(
+            f"average_saves {num_saves} with run_dir {c.train.run_dir}",
+            why="averages are read from checkpoints on a disk",
+            fix="leave it out, and average with nanotrain checkpoint average later",
         )
 
 

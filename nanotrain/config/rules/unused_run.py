@@ -189,6 +189,7 @@ def unused_saving(c: Settings) -> UnusedFields:
             "save_optim",
             "save_interval",
             "save_retain_interval",
+            "average_saves",
             "keep_last",
             "async_save",
             "exit_on_save_failure",
