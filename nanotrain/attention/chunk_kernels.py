@@ -40,8 +40,8 @@ class AttentionChunk:
     query: Tensor  # [B, N, Q, D]
     key: Tensor  # [B, G, K, D]
     value: Tensor  # [B, G, K, Dv]
-    # [B or 1, 1, Q, K] bool, True where attention is allowed; rows may be fully masked; None for no
-    # mask
+    # [B or 1, 1 or G, Q, K] bool, True where attention is allowed; rows may be fully masked; None
+    # for no mask
     mask: Tensor | None
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
     scale: float  # factor of the scores

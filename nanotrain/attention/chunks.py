@@ -118,10 +118,13 @@ def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
         return chunk
     key = chunk.key
     value = chunk.value
+    mask = chunk.mask
     repeats = chunk.query.shape[1] // key.shape[1]
     if repeats > 1 and not ops.takes_groups:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(repeats, dim=1)
     largest = max(key.shape[-1], value.shape[-1])
     head_dim = math.ceil(largest / 8) * 8
     return replace(
@@ -129,6 +132,7 @@ def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
         query=_pad(chunk.query, head_dim),
         key=_pad(key, head_dim),
         value=_pad(value, head_dim),
+        mask=mask,
     )
 
 

@@ -21,7 +21,7 @@ alone. DeepSeek-V3.2 (2025), section 2.1.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,21 @@ class Index:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the loss differentiates."""
         return self.query, self.key, self.weight
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether values are tensors of their own, and no channels of compressed keys."""
+        return self.up is None
+
+    def with_key(self, key: Tensor) -> "Index":
+        """The index with other keys [B, S, E]."""
+        return replace(self, key=key)
+
+    def for_call(self, number: int, *, num_calls: int, num_keys: int) -> "Index":
+        """The index of one of several calls, each with an equal part of the queries."""
+        query = self.query.chunk(num_calls, dim=1)[number]
+        weight = self.weight.chunk(num_calls, dim=1)[number]
+        return replace(self, query=query, key=self.key[:, :num_keys], weight=weight)
 
     @property
     def has_loss_over_all(self) -> bool:
@@ -122,10 +137,10 @@ class IndexScores:
         may_attend = may_attend.expand(self.summed.shape)
         if topk >= may_attend.shape[-1]:
             return may_attend
-        return _highest(self.masked(may_attend), topk) & may_attend
+        return highest(self.masked(may_attend), topk) & may_attend
 
 
-def _highest(scores: Tensor, topk: int) -> Tensor:
+def highest(scores: Tensor, topk: int) -> Tensor:
     """[..., S] -> bool, True for the highest scores; of equal scores the first."""
     topk = min(topk, scores.shape[-1])
     lowest = scores.topk(topk, dim=-1).values[..., -1:]

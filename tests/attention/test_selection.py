@@ -8,10 +8,10 @@ from nanotrain.attention.selection import Index
 
 def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     scores = torch.tensor([[1.0, 0.0, 2.0, 0.0, 0.0, -1.0], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]])
-    assert selection._highest(scores, 4).int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]
-    assert selection._highest(scores, 9).all(), "fewer keys than may be selected"
+    assert selection.highest(scores, 4).int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert selection.highest(scores, 9).all(), "fewer keys than may be selected"
     hidden = torch.tensor([[0.5, -torch.inf, -torch.inf]])
-    assert selection._highest(hidden, 1).int().tolist() == [[1, 0, 0]]
+    assert selection.highest(hidden, 1).int().tolist() == [[1, 0, 0]]
 
 
 def test_scores_of_gathered_keys_are_those_of_all_keys() -> None:

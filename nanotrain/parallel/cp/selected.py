@@ -3,9 +3,9 @@
     forward     all-gather of keys, values and index keys, concatenated
     backward    reduce-scatter of their gradients
 
-Where the selected keys are gathered (attention/latent.py) the keys and values are the compressed
-ones of all heads; else they are those of each head, and other keys are masked
-(attention/sparse.py).
+Where the selected keys of latent attention are gathered (attention/latent.py) the keys and values
+are the compressed ones of all heads; else they are those of each head, and other keys are masked
+(attention/sparse.py, attention/block_sparse.py).
 
 An index score needs the key of every earlier token, so neither a ring nor an all-to-all of heads
 serves here; every local chunk of queries is a separate call, as in all_gather.py.
@@ -14,8 +14,7 @@ serves here; every local chunk of queries is a separate call, as in all_gather.p
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -31,11 +30,50 @@ from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.split import join_shards
 
 
-class SelectedAttention:
-    """Attention of local queries to the selected keys of full sequences."""
+class SelectionIndex(Protocol):
+    """Projections of an indexer, at the local tokens or at full sequences."""
 
-    def __init__(self, group: Group) -> None:
+    @property
+    def key(self) -> Tensor:
+        """[B, S, E]."""
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether values are tensors of their own, and no channels of the keys."""
+
+    def with_key(self, key: Tensor) -> Self:
+        """The index with other keys."""
+
+    def for_call(self, number: int, *, num_calls: int, num_keys: int) -> Self:
+        """The index of one of several calls, each with an equal part of the queries."""
+
+
+def attend_latent(
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    index: Index,
+    scores: ScoreOptions | None,
+) -> Tensor:
+    """Attention of a call in one of the forms of latent attention, by the keys it is given."""
+    if index.up is None:
+        return attend_selected(query, key=key, value=value, call=call, index=index, scores=scores)
+    return attend_gathered(query, key=key, call=call, index=index, scores=scores)
+
+
+class SelectedAttention:
+    """Attention of local queries to the selected keys of full sequences.
+
+    Args:
+        group: ranks that share the sequences.
+        attend: attention of one call.
+    """
+
+    def __init__(self, group: Group, attend: Callable[..., Tensor] = attend_latent) -> None:
         self.group = group
+        self.attend = attend
 
     @eager  # the loss of the index is counted, and transfers stay out of compiled graphs
     def __call__(
@@ -46,7 +84,7 @@ class SelectedAttention:
         value: Tensor,
         mask: AttentionCall | tuple[AttentionCall, ...] | None,
         scores: ScoreOptions | None,
-        index: Index,
+        index: SelectionIndex,
     ) -> Tensor:
         """[B, S / cp, N, D] -> [B, S / cp, N, Dv], attention to the keys that the indexer selects.
 
@@ -59,29 +97,23 @@ class SelectedAttention:
         """
         if self.group.size > 1:
             index_key = index.key[:, :, None]
-            if index.up is None:
+            if index.reads_values:
                 key, value, index_key = self._all_gather(key, value, index_key)
             else:
                 key, index_key = self._all_gather(key, index_key)
-            index = replace(index, key=index_key[:, :, 0])
+            index = index.with_key(index_key[:, :, 0])
         calls = _plan_calls(mask, query)
         queries = query.chunk(len(calls), dim=1)
-        index_queries = index.query.chunk(len(calls), dim=1)
-        index_weights = index.weight.chunk(len(calls), dim=1)
         outputs = []
         for i, call in enumerate(calls):
             num_keys = len(call.keys)
-            call_index = replace(
-                index,
-                query=index_queries[i],
-                key=index.key[:, :num_keys],
-                weight=index_weights[i],
-            )
-            attend: Callable[..., Tensor] = partial(attend_selected, value=value[:, :num_keys])
-            if index.up is not None:
-                attend = attend_gathered
-            out = attend(
-                queries[i], key=key[:, :num_keys], call=call, index=call_index, scores=scores
+            out = self.attend(
+                queries[i],
+                key=key[:, :num_keys],
+                value=value[:, :num_keys],
+                call=call,
+                index=index.for_call(i, num_calls=len(calls), num_keys=num_keys),
+                scores=scores,
             )
             outputs.append(out)
         return outputs[0] if len(calls) == 1 else torch.cat(outputs, dim=1)
