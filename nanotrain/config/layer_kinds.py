@@ -14,7 +14,7 @@ from nanotrain.config.option import above, at_least, between, option
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc"]
-SparseAttentionType = Literal["dsa"]
+SparseAttentionType = Literal["dsa", "blocks"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "none"]
@@ -93,12 +93,12 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class DSAConfig:
-    """DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1): its indexer; used with
+    """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; MiniMax-M3); used with
     sparse_attention_type.
     """
 
     n_heads: int = option(64, check=at_least(1))
-    """sparse attention: index heads"""
+    """sparse attention: index heads; with blocks as many as there are query groups"""
 
     head_dim: int = option(128, check=at_least(1))
     """sparse attention: channels of an index head; the first qk_pos_emb_head_dim are rotary"""
@@ -113,7 +113,23 @@ class DSAConfig:
     """sparse attention: the indexer's loss is over the selected keys instead of all"""
 
     k_norm_epsilon: float = option(1e-6, check=above(0))
-    """sparse attention: added to the variance in the norm of index keys"""
+    """sparse attention: added to the variance in the norm of index keys, and of index queries"""
+
+    block_size: int = option(128, check=at_least(1))
+    """blocks: keys that are selected together; it divides dsa_indexer_topk"""
+
+    num_local_blocks: int = option(1, check=at_least(0))
+    """blocks: of the selected blocks, that of the query and the ones just before it"""
+
+    layer_freq: str = option("1")
+    """blocks: layers that select, N for every Nth layer from the first, or a pattern such as
+    [0]*3+[1]*57; the others attend to all keys
+    """
+
+    @property
+    def topk_blocks(self) -> int:
+        """Blocks that a query attends to."""
+        return self.topk // self.block_size
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,8 @@ class ModelConfig(ModelFields):
         if self.hybrid_layer_pattern is not None:
             letters = read_hybrid_pattern(self.hybrid_layer_pattern)
             return tuple(self.mixer_letters.get(letter) for letter in letters)
+        if self.sparse_attention_type == "blocks":
+            return self._block_mixers
         if self.linear_attention_type is None:
             return (self.softmax_attention,) * self.num_layers
         layers = read_layer_pattern(
@@ -290,6 +292,15 @@ class ModelConfig(ModelFields):
             self.linear_attention_type if is_linear else self.softmax_attention
             for is_linear in layers
         )
+
+    @property
+    def _block_mixers(self) -> tuple[str, ...]:
+        """The kinds of token mixers where some layers select blocks of keys."""
+        assert self.dsa is not None, "sparse_attention_type is blocks"
+        layers = read_layer_pattern(
+            "dsa_indexer_layer_freq", self.dsa.layer_freq, num_layers=self.num_layers
+        )
+        return tuple("block_sparse" if selects else "attention" for selects in layers)
 
     @property
     def softmax_attention(self) -> str:

@@ -353,8 +353,8 @@ class ModelFields:
     """multi-latent attention: low-rank compression of keys and values (DeepSeek)"""
 
     sparse_attention_type: SparseAttentionType | None = option(None)
-    """dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); unset: to
-    all
+    """dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); blocks:
+    attention to the blocks of keys that it selects (MiniMax-M3); unset: to all
     """
 
     attention_output_gate: bool = option(False)

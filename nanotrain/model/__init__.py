@@ -1,7 +1,8 @@
 """GPT models: transformer stages with dense or mixture-of-experts layers.
 
     transformer.py          block and stage, top to bottom; ends.py has embedding and head
-    attention.py, mla.py, dsa.py                       attention, latent and sparse attention
+    attention.py, mla.py                               attention and latent attention
+    dsa.py, block_sparse.py                            attention to selected keys, and blocks
     mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
     recurrence.py           convolutions and states of these, over cp and in generation
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts

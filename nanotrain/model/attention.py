@@ -90,6 +90,7 @@ class HeadAttention(nn.Module):
         value: Tensor,
         gate: Tensor | None,
         context: LayerContext,
+        index: Any = None,
     ) -> Tensor:
         """Core attention, gate, output projection and dropout.
 
@@ -99,10 +100,14 @@ class HeadAttention(nn.Module):
             value: [B, S, G, Dv].
             gate: [B, S, N, Dv] or, one per head, [B, S, N, 1]; None without one.
             context: context of the microbatch.
+            index: index of a core attention that selects keys; None for one that has none.
         """
+        core = self.core_attention
+        if index is not None:
+            core = partial(core, index=index)
         mask = self.inputs(context).mask
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
-        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
+        attended = core(query, key=key, value=value, mask=mask, scores=scores)
         attended = self.apply_gate(attended, gate)
         out = self.output(attended)
         return self.dropout(out, context.dropout)

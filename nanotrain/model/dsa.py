@@ -52,6 +52,16 @@ from nanotrain.spec.shape import ModelShape
 ALL_KEYS = 2**31  # more keys than there are
 
 
+def trains_indexer_alone(params: Parameters) -> bool:
+    """Whether only the indexer of a layer is trained.
+
+    This is the dense warm-up of the paper: attention stays dense while its indexer learns.
+    """
+    trained = [name for name, param in params.items() if param.requires_grad]
+    indexer = [name for name in trained if name.startswith("indexer.")]
+    return len(indexer) > 0 and indexer == trained
+
+
 class Indexer(nn.Module):
     """The projections of the index.
 
@@ -161,10 +171,7 @@ class SparseLatentAttention(MultiLatentAttention):
         self.core_attention: Callable[..., Any] = SelectedAttention(parallel.cp)
         self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
         self.divergence = IndexerDivergence(dsa, parallel)
-        trained = [name for name, param in params.items() if param.requires_grad]
-        indexer = [name for name in trained if name.startswith("indexer.")]
-        # the dense warm-up of the paper: attention stays dense while only its indexer learns
-        self.is_warming_up = len(indexer) > 0 and indexer == trained
+        self.is_warming_up = trains_indexer_alone(params)
         self.shape = ModelShape.of(model_config)
         self.cp_size = parallel.cp.size
         self.reads_cache = False  # in generation
@@ -230,7 +237,7 @@ class _CachedSelection:
 
     def __init__(self, core: Callable[..., Any], cache: TokenCache) -> None:
         self._core = core
-        self._read_cache = cache.attend(_cached_inputs, has_window=False)
+        self._read_cache = cache.attend(cached_inputs, has_window=False)
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
@@ -242,7 +249,7 @@ class _CachedSelection:
         return out
 
 
-def _cached_inputs(
+def cached_inputs(
     query: Tensor, *, key: Tensor, value: Tensor, mask: object
 ) -> tuple[Tensor, Tensor, object]:
     """A core attention that only returns the cached keys, values and mask that it is given."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import Attention
 from nanotrain.model.attention_mamba import AttentionMamba2
+from nanotrain.model.block_sparse import BlockSparseAttention
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SparseLatentAttention
@@ -29,6 +30,7 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
     "shared_kv": SharedKVAttention,
     "mla": MultiLatentAttention,
     "dsa": SparseLatentAttention,
+    "block_sparse": BlockSparseAttention,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "mamba2": Mamba2,

@@ -51,7 +51,9 @@ def indexer_part(clock: RankClock, operator: Indexer) -> Part:
     )
     if operator.has_loss:
         seconds += _loss_s(clock, operator)
-    summed_s = clock.collective("tp", "all_reduce", num_bytes=FP32 * operator.loss_pairs)
+    summed_s = 0.0
+    if operator.sums_over_tp:
+        summed_s = clock.collective("tp", "all_reduce", num_bytes=FP32 * operator.loss_pairs)
     num_blocks = _num_blocks(clock, operator.length)
     return Part(
         operator.name,

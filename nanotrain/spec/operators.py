@@ -244,6 +244,7 @@ class Indexer(Operator):
     attention_head_dim: int  # channels of the scores of attention
     has_loss: bool
     has_sparse_loss: bool  # over the selected keys
+    sums_over_tp: bool = True  # whether the target of the loss is a mean over heads of all tp ranks
 
     @property
     def sequence_flops(self) -> int:

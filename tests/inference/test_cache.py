@@ -99,6 +99,11 @@ MODELS = {
         sparse_attention_type="dsa",
         dsa=DSAConfig(n_heads=8, head_dim=12, topk=4),
     ),
+    "selected blocks": replace(
+        LLAMA,
+        sparse_attention_type="blocks",
+        dsa=DSAConfig(n_heads=2, head_dim=8, topk=4, block_size=2, layer_freq="2"),
+    ),
     "gated delta net": replace(DELTA, linear_attention_type="gated_delta_net"),
     "kda": replace(DELTA, linear_attention_type="kda"),
 }

@@ -125,6 +125,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 1,
         "attention_dropout": 0.2,
     },
+    # the first of two layers selects blocks, the other one attends to all keys
+    "selected blocks": EXPERTS
+    | {
+        "sparse_attention_type": "blocks",
+        "num_query_groups": 4,
+        "qk_layernorm": True,
+        "dsa_indexer_n_heads": 4,
+        "dsa_indexer_head_dim": 16,
+        "dsa_indexer_topk": 4,
+        "dsa_indexer_block_size": 2,
+        "dsa_indexer_layer_freq": "2",
+        "dsa_indexer_loss_coeff": 1.0,
+        # smaller weights attend to all keys alike, and leave nothing to learn
+        "init_method_std": 0.2,
+        "moe_layer_freq": "2",
+        "attention_dropout": 0.2,
+    },
     "chunks, factors of queries, norms of heads, weighted inputs of experts": EXPERTS
     | {
         "no_rope_freq": "2",
@@ -192,7 +209,7 @@ class KindLayout(Layout):
         case = super().case(model).but(model=ALL[model], data=DOCUMENTS)
         return (
             case.but(parallel=GATHER)
-            if model == "sparse attention" and self.sizes.get("cp", 1) > 1
+            if "sparse_attention_type" in ALL[model] and self.sizes.get("cp", 1) > 1
             else case
         )
 

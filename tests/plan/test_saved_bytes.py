@@ -53,6 +53,10 @@ DSA = (
     f"{MLA} --sparse-attention-type dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
     "--dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1"
 )
+BLOCKS = (
+    f"{LLAMA} --sparse-attention-type blocks --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 32 --dsa-indexer-block-size 8 --dsa-indexer-loss-coeff 0.1"
+)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -85,6 +89,7 @@ MODELS = {
     "kda": f"--linear-num-key-heads 4 {DELTA} kda",
     "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
     "sparse attention": DSA,
+    "selected blocks": BLOCKS,
     "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
     "side by side": f"{GPT2} --residual-type parallel",
@@ -108,6 +113,7 @@ EXACT = {
     "math",
     "output gate",
     "sparse attention",
+    "selected blocks",
     "side by side",
     "side by side, one norm",
     "gated",
@@ -186,7 +192,7 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
         for dtype in ("", "--bf16")
         if ("ep2" not in layout or "experts" in words)
         and (layout != "cp2 p2p" or "unfused" not in words)
-        if not (layout in ("cp2 p2p", "cp2 a2a") and "dsa" in words)
+        if not (layout in ("cp2 p2p", "cp2 a2a") and "sparse-attention" in words)
     }
     num_ranks, configs = 1 if layout == "1 rank" else 2, configs_of(words_of, layout)
     results = run_ranks(num_ranks, measured, kept_and_planned, configs, **LAYOUTS[layout])

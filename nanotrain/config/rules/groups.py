@@ -26,6 +26,7 @@ MODEL: Rules = (
     model.check_rotary_embedding,
     model.check_multi_latent_attention,
     model.check_sparse_attention,
+    model.check_block_sparse_attention,
     model.check_sparse_attention_windows,
     experts.check_one_expert_per_token,
     experts.check_group_settings,

@@ -62,6 +62,13 @@ def check_key_value_heads(c: Settings) -> Errors:
             fix="set --num-query-groups or --tensor-model-parallel-size so that one divides the "
             f"other, as --num-query-groups {c.tp}",
         )
+    elif groups % c.tp != 0 and c.model.sparse_attention_type == "blocks":
+        yield ConfigError(
+            f"sparse_attention_type blocks with {count_of(groups, 'key/value head')} "
+            f"(num_query_groups) over tp={c.tp} ranks",
+            why="a rank selects blocks for all query heads of a key/value head",
+            fix=f"set --tensor-model-parallel-size to a divisor of {groups}",
+        )
 
 
 def check_mlp_width(c: Settings) -> Errors:
@@ -168,10 +175,10 @@ def check_attention_over_cp(c: Settings) -> Errors:
             why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide num_attention_heads",
             fix=f"set --cp-comm-type p2p or --num-attention-heads {round_up(num_heads, ranks)}",
         )
-    is_sparse = c.model.sparse_attention_type == "dsa"
-    if is_sparse and c.cp > 1 and comm_type != "allgather":
+    sparse = c.model.sparse_attention_type
+    if sparse is not None and c.cp > 1 and comm_type != "allgather":
         yield ConfigError(
-            f"sparse_attention_type dsa with cp_comm_type {comm_type} over cp={c.cp} ranks",
+            f"sparse_attention_type {sparse} with cp_comm_type {comm_type} over cp={c.cp} ranks",
             why="an indexer compares a query with every earlier token before attention can begin",
             fix="set --cp-comm-type allgather",
         )

@@ -129,20 +129,80 @@ def check_sparse_attention(c: Settings) -> Errors:
         )
 
 
-def check_sparse_attention_windows(c: Settings) -> Errors:
-    """DeepSeek Sparse Attention has no windows."""
+def check_block_sparse_attention(c: Settings) -> Errors:
+    """Attention to selected blocks of keys and its indexer."""
     model = c.model
-    if model.sparse_attention_type != "dsa":
+    if model.sparse_attention_type != "blocks":
+        return
+    groups = model.query_groups
+    if model.multi_latent_attention:
+        yield ConfigError(
+            "sparse_attention_type blocks with multi_latent_attention",
+            why="its index heads are those of keys and values, and latent attention shares them",
+            fix="leave --multi-latent-attention out",
+        )
+    if model.linear_attention_type is not None or model.hybrid_layer_pattern is not None:
+        yield ConfigError(
+            "sparse_attention_type blocks with linear_attention_type or hybrid_layer_pattern",
+            why="dsa_indexer_layer_freq says which layers select blocks, and all others have "
+            "attention",
+            fix="leave --linear-attention-type and --hybrid-layer-pattern out",
+        )
+    if model.num_kv_shared_layers:
+        yield ConfigError(
+            f"sparse_attention_type blocks with num_kv_shared_layers {model.num_kv_shared_layers}",
+            why="a layer that selects blocks reads keys of its own",
+            fix="leave --num-kv-shared-layers out",
+        )
+    if c.dsa.n_heads != groups:
+        yield ConfigError(
+            f"dsa_indexer_n_heads {c.dsa.n_heads} with {groups} query groups",
+            why="the query heads of one key/value head attend to the blocks of one index head",
+            fix=f"set --dsa-indexer-n-heads {groups}",
+        )
+    yield from _check_blocks(c)
+
+
+def _check_blocks(c: Settings) -> Errors:
+    """The sizes of selected blocks."""
+    dsa = c.dsa
+    if dsa.topk % dsa.block_size != 0:
+        yield ConfigError(
+            f"dsa_indexer_topk {dsa.topk} is no number of blocks of {dsa.block_size} keys",
+            why="blocks are selected as a whole",
+            fix=f"set --dsa-indexer-topk {round_up(dsa.topk, dsa.block_size)}",
+        )
+    if dsa.num_local_blocks > dsa.topk_blocks:
+        yield ConfigError(
+            f"dsa_indexer_num_local_blocks {dsa.num_local_blocks} of {dsa.topk_blocks} selected "
+            "blocks",
+            why="the blocks around a query are among the selected ones",
+            fix=f"set --dsa-indexer-num-local-blocks to at most {dsa.topk_blocks}",
+        )
+    rotary = c.model.rotary_dim if c.model.has_rope else 0
+    if dsa.head_dim < rotary:
+        yield ConfigError(
+            f"dsa_indexer_head_dim {dsa.head_dim} is below the {rotary} rotary channels of a head",
+            why=f"the first {rotary} channels of an index head are rotary",
+            fix=f"set --dsa-indexer-head-dim to at least {rotary}",
+        )
+
+
+def check_sparse_attention_windows(c: Settings) -> Errors:
+    """Sparse attention has no windows."""
+    model = c.model
+    kind = model.sparse_attention_type
+    if kind is None:
         return
     if model.window_size is not None:
         yield ConfigError(
-            f"sparse_attention_type dsa with window_size {model.window_size}",
+            f"sparse_attention_type {kind} with window_size {model.window_size}",
             why="an indexer selects the keys of a query in every layer",
             fix="leave --window-size out",
         )
     if model.attention_chunk_size is not None:
         yield ConfigError(
-            f"sparse_attention_type dsa with attention_chunk_size {model.attention_chunk_size}",
+            f"sparse_attention_type {kind} with attention_chunk_size {model.attention_chunk_size}",
             why="an indexer selects the keys of a query in every layer",
             fix="leave --attention-chunk-size out",
         )

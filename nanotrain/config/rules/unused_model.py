@@ -341,6 +341,20 @@ def unused_residual(c: Settings) -> UnusedFields:
         )
 
 
+def unused_blocks(c: Settings) -> UnusedFields:
+    """Sizes of blocks of keys where keys are selected one by one."""
+    if c.model.sparse_attention_type != "dsa":
+        return
+    yield unused(
+        "dsa_indexer_block_size",
+        "dsa_indexer_num_local_blocks",
+        "dsa_indexer_layer_freq",
+        by="sparse_attention_type",
+        why="sparse_attention_type dsa selects keys one by one, in every layer",
+        fix="set --sparse-attention-type blocks",
+    )
+
+
 def unused_with_mla(c: Settings) -> UnusedFields:
     """Settings of attention that multi-latent attention does not read."""
     by = "multi_latent_attention"

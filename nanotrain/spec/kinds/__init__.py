@@ -10,6 +10,7 @@ from nanotrain.spec.declaration import LayerKind
 from nanotrain.spec.kinds import (
     attention,
     attention_mamba,
+    block_sparse,
     delta_net,
     dsa,
     mamba,
@@ -37,6 +38,12 @@ MIXERS: dict[str, LayerKind] = {
         dsa.operators,
         has_keys=True,
         clipped_rows=attention.mla_rows,
+    ),
+    "block_sparse": LayerKind(
+        block_sparse.declare,
+        block_sparse.operators,
+        has_keys=True,
+        clipped_rows=attention.attention_rows,
     ),
     "gated_delta_net": LayerKind(delta_net.gated_delta_net, delta_net.gated_delta_net_operators),
     "kda": LayerKind(delta_net.kda, delta_net.kda_operators),

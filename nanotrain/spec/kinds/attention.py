@@ -42,8 +42,8 @@ def attention(declare: Declaration) -> Specs:
     value_head = (shape.value_head_dim,)
     value = declare.column_linear(value_size, hidden, bias=has_bias, head_rows=value_head)
     if shape.replicates_kv_heads(declare.tensor_parallel_size):
-        key = _replicated(key)
-        value = _replicated(value)
+        key = replicated(key)
+        value = replicated(value)
     specs: Specs = ()
     if shape.has_sink:
         init = Normal(shape.init_std)
@@ -72,7 +72,7 @@ def output_gate(declare: Declaration) -> Specs:
     )
 
 
-def _replicated(specs: Specs) -> Specs:
+def replicated(specs: Specs) -> Specs:
     """The same parameters on every tp rank, each of which uses a part of the rows."""
     return tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in specs)
 
