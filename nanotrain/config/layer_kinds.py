@@ -13,7 +13,8 @@ from typing import Literal
 from nanotrain.config.option import above, at_least, between, option
 
 NormPlacement = Literal["pre", "post", "sandwich"]
-ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc"]
+ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc", "attention"]
+STREAMS = ("hyper_connections", "mhc", "attention")  # residual types with several streams
 SparseAttentionType = Literal["dsa", "blocks"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]

@@ -205,7 +205,8 @@ class ModelFields:
     residual_type: ResidualType = option("plain")
     """plain (attention, then the MLP), parallel (side by side, of one input: GPT-J, GPT-NeoX),
     gated (a learned weight per channel: Muse Spark), hyper_connections (several streams with
-    learned weights) or mhc (the same, with a doubly stochastic matrix: DeepSeek-V4)
+    learned weights), mhc (the same, with a doubly stochastic matrix: DeepSeek-V4) or attention (to
+    the embedding and blocks of layers: block attention residuals, Kimi)
     """
 
     parallel_shared_norm: bool = option(False)
@@ -217,7 +218,9 @@ class ModelFields:
     """residual_type gated: divisor of the learned weights"""
 
     residual_streams: int = option(4, check=at_least(2, at_most=64))
-    """residual_type hyper_connections or mhc: streams"""
+    """residual_type hyper_connections, mhc or attention: streams; of attention the embedding and
+    blocks of layers
+    """
 
     mhc_sinkhorn_iterations: int = option(20, check=at_least(1, at_most=1000))
     """residual_type mhc: divisions of rows and columns by their sums"""

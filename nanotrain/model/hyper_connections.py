@@ -165,7 +165,8 @@ class HyperBlock(Sublayers):
     """A block, or a half of one, whose residual stream is n streams.
 
     Args:
-        connection: `HyperConnection` or `ManifoldConnection`.
+        connection: what reads and writes the streams around a sublayer: (model_config, params, *,
+            parallel, number), forward(streams, sublayer).
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class HyperBlock(Sublayers):
         *,
         parallel: ModelParallel,
         layer: int,
-        connection: type[HyperConnection] | type[ManifoldConnection],
+        connection: Callable[..., nn.Module],
     ) -> None:
         super().__init__(model_config, params, parallel=parallel, layer=layer)
         self.num_streams = model_config.residual_streams

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
+from nanotrain.model.attention_residuals import AttendStreams, AttentionConnection, EnterBlocks
 from nanotrain.model.context import (
     AttentionInputs,
     BatchContext,
@@ -438,6 +439,9 @@ RESIDUAL_MODULES: dict[str, ResidualModules] = {
     "gated": ResidualModules(GatedBlock),
     "hyper_connections": ResidualModules(
         partial(HyperBlock, connection=HyperConnection), enter=EnterStreams, leave=SumStreams
+    ),
+    "attention": ResidualModules(
+        partial(HyperBlock, connection=AttentionConnection), enter=EnterBlocks, leave=AttendStreams
     ),
     "mhc": ResidualModules(
         partial(HyperBlock, connection=ManifoldConnection), enter=EnterStreams, leave=WeighStreams

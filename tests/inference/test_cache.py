@@ -82,6 +82,7 @@ MODELS = {
         LLAMA, residual_type="parallel", parallel_shared_norm=True, add_head_bias=True
     ),
     "gated residuals": replace(LLAMA, residual_type="gated"),
+    "blocks by attention": replace(LLAMA, residual_type="attention", residual_streams=2),
     "doubly stochastic streams": replace(LLAMA, residual_type="mhc", residual_streams=3),
     "streams of half layers": replace(
         LLAMA, num_layers=4, hybrid_layer_pattern="*-*-", residual_type="hyper_connections"

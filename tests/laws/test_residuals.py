@@ -57,6 +57,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.1,
         "norm_placement": "sandwich",
     },
+    "blocks by attention": EXPERTS
+    | {
+        "residual_type": "attention",
+        "residual_streams": 3,
+        "moe_layer_freq": "2",
+        "hidden_dropout": 0.1,
+        "untie_embeddings_and_output_weights": True,
+    },
     "streams of half layers": EXPERTS
     | {
         "num_layers": 4,

@@ -98,6 +98,7 @@ MODELS = {
     "gated": f"{LLAMA} --residual-type gated --norm-placement sandwich",
     "streams": f"{LLAMA} --residual-type hyper_connections --residual-streams 3 --residual-multiplier 0.5",
     "mhc": f"{LLAMA} --residual-type mhc --residual-streams 3 --norm-placement sandwich",
+    "blocks by attention": f"{LLAMA} --residual-type attention --residual-streams 2",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 # of these every byte is planned; others have fp32 copies of weights, routed tokens or scans
@@ -119,6 +120,7 @@ EXACT = {
     "gated",
     "streams",
     "mhc",
+    "blocks by attention",
     "half layers",
 }
 LAYOUTS = {

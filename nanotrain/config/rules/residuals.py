@@ -1,8 +1,7 @@
 """Rules between the kind of residual connections and the layers that have them."""
 
-from nanotrain.config.layer_kinds import linear_attention_kind
+from nanotrain.config.layer_kinds import STREAMS, linear_attention_kind
 from nanotrain.config.rules.settings import Errors, Settings
-from nanotrain.config.rules.unused_model import STREAMS
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
 
@@ -42,6 +41,14 @@ def check_streams(c: Settings) -> Errors:
     kind = c.model.residual_type
     if kind not in STREAMS:
         return
+    num_blocks = c.model.residual_streams - 1
+    if kind == "attention" and num_blocks > c.model.num_layers:
+        yield ConfigError(
+            f"residual_streams {c.model.residual_streams} with num_layers {c.model.num_layers}",
+            why="the streams of residual_type attention are the embedding and blocks of at least "
+            "one layer each",
+            fix=f"set --residual-streams {c.model.num_layers + 1} or less",
+        )
     if c.mtp.num_layers:
         yield ConfigError(
             f"residual_type {kind} with mtp_num_layers {c.mtp.num_layers}",

@@ -4,7 +4,7 @@ A rule is an `if` and the fields that it switches off. A field that one function
 `attn_scale`, decides in a later function only.
 """
 
-from nanotrain.config.layer_kinds import MambaConfig, linear_attention_kind
+from nanotrain.config.layer_kinds import STREAMS, MambaConfig, linear_attention_kind
 from nanotrain.config.model import GATED
 from nanotrain.config.rules.settings import Settings
 from nanotrain.config.rules.unused_fields import UnusedFields, unused
@@ -12,7 +12,6 @@ from nanotrain.config.rules.unused_fields import UnusedFields, unused
 MLA_ROTATES = "every layer of multi_latent_attention rotates its qk_pos_emb_head_dim channels"
 MLA_HEADS = "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"
 NO_WINDOW = "no layer has a window"
-STREAMS = ("hyper_connections", "mhc")  # kinds of residual connections with several streams
 WINDOW_CAUSES = ("window_size", "attention_chunk_size")
 IN_ROPE_OR_YARN = "it belongs to position_embedding_type rope or yarn"
 
@@ -330,7 +329,7 @@ def unused_residual(c: Settings) -> UnusedFields:
         yield unused(
             "residual_streams",
             by="residual_type",
-            why="it belongs to residual_type hyper_connections and mhc",
+            why=f"it belongs to residual_type {', '.join(STREAMS)}",
         )
     if c.model.residual_type != "mhc":
         yield unused(

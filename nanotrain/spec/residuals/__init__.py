@@ -6,7 +6,7 @@
 Their modules are in the table of model/transformer.py. docs/residuals.md shows how to add one.
 """
 
-from nanotrain.spec.residuals import gated, hyper_connections, parallel, plain
+from nanotrain.spec.residuals import attention, gated, hyper_connections, parallel, plain
 from nanotrain.spec.residuals.residual import ResidualKind
 from nanotrain.spec.shape import ModelShape
 
@@ -21,6 +21,13 @@ RESIDUALS: dict[str, ResidualKind] = {
         hyper_connections.hyper_operators,
         num_streams=hyper_connections.num_streams,
         end_operators=hyper_connections.hyper_end_operators,
+    ),
+    "attention": ResidualKind(
+        attention.declare_attention,
+        attention.operators,
+        num_streams=hyper_connections.num_streams,
+        declare_end=attention.declare_query,
+        end_operators=attention.end_operators,
     ),
     "mhc": ResidualKind(
         hyper_connections.declare_mhc,

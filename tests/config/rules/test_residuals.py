@@ -23,6 +23,11 @@ SHORTCUT = "--num-experts 4 --moe-shortcut --moe-shared-expert-intermediate-size
         (f"{MHC} {SHORTCUT}", "residual_type mhc with moe_shortcut"),
         (f"--residual-type gated {SHORTCUT}", "residual_type gated with moe_shortcut"),
         (f"{MHC} --layer-scale", "layer_scale with residual_type mhc"),
+        ("--residual-type attention --mtp-num-layers 1", "residual_type attention with mtp_num"),
+        (
+            "--residual-type attention --residual-streams 9",
+            "residual_streams 9 with num_layers .*: .* blocks of at least one layer each",
+        ),
         ("--parallel-shared-norm", "parallel_shared_norm"),
         ("--residual-streams 3", "residual_streams"),
         (f"{PARALLEL} --mhc-epsilon 1e-3", "mhc_epsilon"),
@@ -43,6 +48,7 @@ def test_what_cannot_be_formed_or_has_no_effect_is_named(words: str, named: str)
     [
         f"{SHARED} --norm-placement sandwich --mtp-num-layers 1 --num-experts 4",
         f"{MHC} --hybrid-layer-pattern *- --residual-streams 2 --norm-placement sandwich",
+        "--residual-type attention --residual-streams 2 --linear-attention-type short_conv",
         "--residual-type hyper_connections --num-experts 4 --linear-attention-type short_conv",
     ],
 )

@@ -61,15 +61,15 @@ def test_a_sublayer_keeps_its_streams_its_output_and_their_weights() -> None:
     assert kept[1] - kept[0] == 2 * TOKENS * ((N + 1) * H * 2 + weights)
 
 
-@pytest.mark.parametrize("kind", ["mhc", "hyper_connections"])
+@pytest.mark.parametrize("kind", ["mhc", "hyper_connections", "attention"])
 def test_launches_are_the_operators_that_torch_runs(kind: str) -> None:
     fields = {"residual_type": kind, "residual_streams": N, "mhc_sinkhorn_iterations": 3}
     stage = randomize(build(replace(LLAMA, num_layers=1, **fields)))
-    connection = stage.layers["0"].attention_connection
+    connection = stage.layers["0"].mlp_connection  # of attention the first reads one stream
     streams = torch.randn(2, 5, N, 32, requires_grad=True)
     with OperatorCounter() as forward:
         weights = connection.weigh(streams)
-    total = sum(weight.sum() for weight in weights)
+    total = sum(weight.sum() for weight in weights if weight.requires_grad)
     with OperatorCounter() as backward:
         torch.autograd.grad(total, [streams, *connection.parameters()])
     sizes = LayerSizes.for_model(ModelShape.of(stage.model_config), seq_length=TOKENS)
