@@ -215,12 +215,12 @@ def assign_matrices(
         splits_tensors, splits_heads: see `matrices_of`.
     """
     located = []
-    for entry, bucket_index, bucket in _matrix_params(layouts):
+    for entry, bucket_index, layout in _matrix_params(layouts):
         matrices = matrices_of(
             entry.param, splits_tensors=splits_tensors, splits_heads=splits_heads
         )
         for matrix in matrices:
-            located.append((matrix, bucket_index, split_matrix(matrix, entry, bucket=bucket)))
+            located.append((matrix, bucket_index, split_matrix(matrix, entry, bucket=layout)))
     flops = []
     for matrix, _, _ in located:
         head_flops = sum(flops_of(shape) for shape in matrix.slice_shapes)

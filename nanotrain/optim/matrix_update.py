@@ -117,8 +117,8 @@ class MatrixUpdate:
             return self._transform(full, matrix_id, step=step)
 
         if self._rule.transform is not None:
-            updates = self._routes.run(direction_of, like=like, transform=transform)
-            for matrix_id, elements in updates:
+            received = self._routes.run(direction_of, like=like, transform=transform)
+            for matrix_id, elements in received:
                 direction_of(matrix_id).copy_(elements)
         factors = self._norm_factors(directions, step)
         for bucket, updates in zip(self._buckets, directions, strict=True):

@@ -19,6 +19,8 @@ from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.host_syncs import HostSyncs
+from tests.laws.test_mla import MLA
+from tests.laws.test_quantile_balancing import QUANTILES
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import metrics_of, small_run
 
@@ -52,6 +54,15 @@ LAYOUTS = {
     "bf16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "bf16"}}),
     "lion": (2, {"strategy": "optim"}, {"optim": {"optimizer": "lion"}}),
     "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
+    "muon per head": (
+        2,
+        {"strategy": "optim"},
+        {"optim": {"optimizer": "muon", "muon_split_qkv_per_head": True}, "model": MLA},
+    ),
+    "normuon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "normuon"}}),
+    "muon_h": (2, {"tp": 2}, {"optim": {"optimizer": "muon_h"}}),
+    "adam_h": (2, {"strategy": "optim"}, {"optim": {"optimizer": "adam_h"}}),
+    "quantiles": (2, {"strategy": "optim"}, {"model": QUANTILES}),
     "documents": (2, {"strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "documents and cp": (
         4,
