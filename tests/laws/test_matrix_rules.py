@@ -19,7 +19,7 @@ from tests.laws.test_mla import MLA
 from tests.laws.test_optimizers import bytes_of
 from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, build_here, train_here
 
-LR, STEPS = 3e-3, 3
+LR, STEPS = 3e-3, 2
 MUON = {
     "optimizer": "muon",
     "muon_fp32_matmul_prec": "highest",

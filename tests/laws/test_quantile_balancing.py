@@ -22,7 +22,7 @@ from tests.laws.worlds import (
     train_steps,
 )
 
-LR, STEPS = 3e-3, 3
+LR, STEPS = 3e-3, 2
 QUANTILES = EXPERTS | {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,

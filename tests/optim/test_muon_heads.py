@@ -24,6 +24,7 @@ CONFIG = OptimConfig(
     weight_decay=0.2,
     muon_momentum=0.9,
     muon_fp32_matmul_prec="highest",
+    muon_scale_mode="unit_rms_norm",  # another factor for each slice of a head
     muon_split_qkv_per_head=True,
 )
 HEAD = (2, 4)  # of the matrices of 12, 18 and 6 rows; stacks have none
@@ -36,7 +37,8 @@ def step_per_head(weight, grad, state, number):
     slices = [len(grad)] if len(grad) % sum(HEAD) else list(HEAD) * (len(grad) // sum(HEAD))
     updates = []
     for part in direction.split(slices):
-        updates.append(math.sqrt(max(part.shape)) * orthogonalize(part))
+        rows, columns = part.shape
+        updates.append(math.sqrt(rows / columns) * orthogonalize(part))
     return weight * (1 - LR * CONFIG.weight_decay) - LR * torch.cat(updates)
 
 
