@@ -29,6 +29,7 @@ PLAIN = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu": "relu",
     "relu2": "squared_relu",
     "xielu": "xielu",
 }

@@ -98,7 +98,7 @@ class ModuleName:
     stem: str
     modules: tuple[str, ...]
     transposed: bool = False
-    groups: str = ""
+    groups: str | int = ""
     unsqueezed: tuple[int, ...] = ()
     is_full: bool = False
 
