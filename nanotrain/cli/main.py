@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanotrain.cli.addresses import transfers, with_addresses
+from nanotrain.cli.card import card
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.checks import check_names
 from nanotrain.cli.data import DATA_COMMANDS
@@ -125,6 +126,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "dry-run": dry_run,
     "parity": parity,
+    "card": card,
     "topology": topology,
     "checkpoint": checkpoint,
     "data": data,
