@@ -1,22 +1,29 @@
 """Attention to selected keys beside dense latent attention, by the length of the sequence.
 
     python benchmarks/sparse_attention.py
+    python benchmarks/sparse_attention.py --blocks
 
 First CPU milliseconds of a forward and backward of one layer's attention with the channels of
 DeepSeek-V3.2, few heads and few selected keys, on one thread; all forms run in turn in one process.
 Dense attention has no index; the other two have index scores and no loss. Then the planner's
 milliseconds for one layer of DeepSeek-V3.2 on GPUs, with the loss over selected keys; nothing of it
 was measured on a GPU.
+
+With --blocks CPU milliseconds of attention with grouped heads to selected blocks of keys instead.
 """
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanotrain.attention.absorbed import UpProjection
+from nanotrain.attention.block_sparse import attend_blocks
+from nanotrain.attention.blocks import BlockIndex
 from nanotrain.attention.call import AttentionCall, TileKernel
 from nanotrain.attention.latent import attend_gathered
 from nanotrain.attention.selection import Index
@@ -34,6 +41,7 @@ from nanotrain.spec.shape import ModelShape
 HEADS, KEY_DIM, VALUE_DIM, COMPRESSED, ROTARY = 4, 128, 128, 512, 64
 INDEX_HEADS, INDEX_DIM, TOPK = 4, 64, 256
 LENGTHS, ROUNDS = (256, 1024, 2048, 4096, 8192), 2
+BLOCK_LENGTHS = (512, 1024, 2048, 4096, 8192)
 PLANNED_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -96,6 +104,32 @@ def measure(attend: Callable[[dict[str, Tensor]], Tensor], x: dict[str, Tensor])
     return (time.process_time() - start) * 1e3
 
 
+def block_inputs(length: int) -> dict[str, Tensor]:
+    """Random queries, keys, values and index of one sequence with grouped heads."""
+    shapes = {
+        "query": (1, length, 8, 64),
+        "key": (1, length, 2, 64),
+        "value": (1, length, 2, 64),
+        "index_query": (1, length, 2, 32),
+        "index_key": (1, length, 32),
+    }
+    return {name: torch.randn(shape).mul(0.1).requires_grad_() for name, shape in shapes.items()}
+
+
+def dense_heads(x: dict[str, Tensor]) -> Tensor:
+    """Attention of grouped heads to all keys."""
+    return call_of(x)(x["query"], key=x["key"], value=x["value"])
+
+
+def blocks(x: dict[str, Tensor], *, gathers: bool) -> Tensor:
+    """Attention of grouped heads to four blocks of 64 keys."""
+    index = BlockIndex(
+        x["index_query"], x["index_key"], size=64, topk=4, num_local=1, gathers=gathers
+    )
+    inputs = {"key": x["key"], "value": x["value"]}
+    return attend_blocks(x["query"], **inputs, call=call_of(x), index=index, scores=None)
+
+
 def planned(gpu: str, length: int, *, is_sparse: bool) -> float:
     """Milliseconds of forward and backward of the mixer of one layer, without recomputation."""
     words = f"+config=deepseek_v32 --seq-length {length} --max-position-embeddings {length}"
@@ -109,18 +143,31 @@ def planned(gpu: str, length: int, *, is_sparse: bool) -> float:
     return 1e3 * sum(part.forward + part.dgrad + part.wgrad for part in parts)
 
 
-def main() -> None:
-    """Measure, plan and print both tables."""
-    torch.set_num_threads(1)
-    print(f"{HEADS} heads, {TOPK} selected keys, fp32; CPU milliseconds\n")
+def print_forms(
+    draw: Callable[[int], dict[str, Tensor]],
+    forms: Sequence[Callable[[dict[str, Tensor]], Tensor]],
+    lengths: Sequence[int],
+) -> None:
+    """Measure and print a table of dense, masked and gathered attention."""
     print("| tokens | dense | masked | gathered | gathered / dense |\n|---:|---:|---:|---:|---:|")
-    for length in LENGTHS:
-        x = inputs(length)
-        forms = (dense, masked, gathered)
+    for length in lengths:
+        x = draw(length)
         rounds = [[measure(form, x) for form in forms] for _ in range(ROUNDS)]
         best = [min(times) for times in zip(*rounds, strict=True)]
         row = " | ".join(f"{ms:.0f}" for ms in best)
         print(f"| {length:,} | {row} | {best[2] / best[0]:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Measure, plan and print both tables."""
+    torch.set_num_threads(1)
+    if "--blocks" in sys.argv:
+        print("8 heads, 2 of keys, 4 selected blocks of 64 keys, fp32; CPU milliseconds\n")
+        forms = (dense_heads, partial(blocks, gathers=False), partial(blocks, gathers=True))
+        print_forms(block_inputs, forms, BLOCK_LENGTHS)
+        return
+    print(f"{HEADS} heads, {TOPK} selected keys, fp32; CPU milliseconds\n")
+    print_forms(inputs, (dense, masked, gathered), LENGTHS)
     print("\nplanned milliseconds of a layer of DeepSeek-V3.2 in bf16, tp 1\n")
     print(
         "| tokens | form | h100 dense | sparse | b200 dense | sparse |\n|---:|---|---:|---:|---:|---:|"

@@ -8,7 +8,8 @@
     tiles.py         documents and windows as tiles, computed and merged here
     chunks.py        attention to one chunk of keys; softcap, sink and dropout of scores
     sparse.py        attention to the keys that a lightning indexer selects
-    blocks.py        blocks of keys that an index selects; block_sparse.py, attention to them
+    blocks.py        blocks of keys that an index selects; block_sparse.py, block_gathered.py,
+                     attention to them
     delta_rule.py    linear attention: the gated delta rule in chunks
     ssd.py           the scan of Mamba-2 in chunks
     scan_kernels.py  SCAN_KERNELS: which kernels compute a scan

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nanotrain.attention.block_gathered import ChosenBlocks, attend_gathered_blocks
 from nanotrain.attention.blocks import BlockIndex, BlockSelection
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
@@ -81,8 +82,12 @@ def attend_blocks(
     softcap = None if scores is None else scores.softcap
     selection = BlockSelection(index, call, softcap=softcap)
     selection.run(query.detach(), key.detach())
-    plan = _masked_tiles(selection)
-    out = attend_tiles(query, key=key, value=value, plan=plan, scores=scores)
+    if index.gathers and not selection.selects_all:
+        chosen = ChosenBlocks.of(selection, query.shape[1])
+        out = attend_gathered_blocks(query, key=key, value=value, chosen=chosen, scores=scores)
+    else:
+        plan = _masked_tiles(selection)
+        out = attend_tiles(query, key=key, value=value, plan=plan, scores=scores)
     if torch.is_grad_enabled():
         gradients = selection.gradients()
         out = AttachGradients.apply(out, *index.tensors, *gradients)

@@ -54,6 +54,7 @@ class BlockIndex:
     topk: int  # blocks per query
     num_local: int  # of them, the block of the query and the ones just before it
     loss: IndexerLoss | None = None  # None: gradients, if any, are zero
+    gathers: bool = False  # attention gathers the selected blocks, or masks the others
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

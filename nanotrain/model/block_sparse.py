@@ -6,6 +6,9 @@
     index query, key -- selected blocks --+
     query, key, value of `Attention` -----+-- attention (attention/block_sparse.py) -- output
 
+Long sequences, and generation, gather the selected keys and values; shorter sequences mask the
+other keys (`gathers_blocks` in spec/kinds/block_sparse.py).
+
 There is one index head per key/value head, whose query heads attend to the same blocks. tp shards
 both alike, so no rank needs scores of another; every tp rank computes the index keys.
 
@@ -40,6 +43,8 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.parallel.cp.selected import SelectedAttention
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
+from nanotrain.spec.kinds.block_sparse import gathers_blocks
+from nanotrain.spec.shape import ModelShape
 
 
 class BlockIndexer(nn.Module):
@@ -107,6 +112,8 @@ class BlockSparseAttention(Attention):
         self.indexer = BlockIndexer(model_config, indexer, parallel=parallel)
         self.divergence = IndexerDivergence(self.indexer.dsa, parallel)
         self.is_warming_up = trains_indexer_alone(params)
+        self.shape = ModelShape.of(model_config)
+        self.cp_size = parallel.cp.size
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -129,11 +136,13 @@ class BlockSparseAttention(Attention):
         is_training = torch.is_grad_enabled()
         if self.is_warming_up and is_training:
             index = replace(index, topk=ALL_KEYS)
-        return replace(index, loss=loss)
+        gathers = gathers_blocks(self.shape, length * self.cp_size)
+        return replace(index, loss=loss, gathers=gathers)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The core attention to all tokens so far, whose index keys are cached too."""
-        return _CachedBlocks(self.core_attention, cache)
+        gathers = not self.shape.has_score_options
+        return _CachedBlocks(self.core_attention, cache, gathers=gathers)
 
 
 class _CachedBlocks:
@@ -142,8 +151,9 @@ class _CachedBlocks:
     A cache stores two tensors per token: the keys, and the values followed by the index key.
     """
 
-    def __init__(self, core: Callable[..., Any], cache: TokenCache) -> None:
+    def __init__(self, core: Callable[..., Any], cache: TokenCache, *, gathers: bool) -> None:
         self._core = core
+        self._gathers = gathers
         self._read_cache = cache.attend(cached_inputs, has_window=False)
 
     def __call__(
@@ -165,5 +175,6 @@ class _CachedBlocks:
         values = cached[..., :num_channels]
         values = values.unflatten(-1, value.shape[2:])
         index = index.with_key(cached[..., num_channels:])
+        index = replace(index, gathers=self._gathers)
         out: Tensor = self._core(query, key=keys, value=values, mask=call, index=index, **options)
         return out

@@ -27,7 +27,12 @@ from nanotrain.planner.kernels import (
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.product_time import product_parts
 from nanotrain.planner.rank_clock import RankClock
-from nanotrain.planner.sparse_time import gathered_part, indexer_part, sparse_part
+from nanotrain.planner.sparse_time import (
+    gathered_blocks_part,
+    gathered_part,
+    indexer_part,
+    sparse_part,
+)
 from nanotrain.spec.operators import (
     Activation,
     Attention,
@@ -36,6 +41,7 @@ from nanotrain.spec.operators import (
     ExpertProduct,
     Gate,
     GatheredAttention,
+    GatheredBlocks,
     Indexer,
     Lookup,
     Loss,
@@ -350,6 +356,7 @@ TIMES: dict[type[Operator], Callable[[OperatorTimes, Any], Parts]] = {
     Attention: OperatorTimes.attention,
     SparseAttention: lambda times, operator: [sparse_part(times, operator)],
     GatheredAttention: lambda times, operator: [gathered_part(times, operator)],
+    GatheredBlocks: lambda times, operator: [gathered_blocks_part(times, operator)],
     Indexer: lambda times, operator: [indexer_part(times, operator)],
     Convolution: OperatorTimes.convolution,
     Scan: OperatorTimes.scan,

@@ -3,6 +3,7 @@
 indexer_part     index scores, the selection, and the loss of the index
 sparse_part      attention with the other keys masked (attention/sparse.py)
 gathered_part    attention with the selected keys gathered (attention/latent.py)
+gathered_blocks_part    attention with the selected blocks gathered (attention/block_gathered.py)
 
 Bytes per score are those that torch's operators read and write, counted from the code; none was
 measured on a GPU.
@@ -14,7 +15,12 @@ from nanotrain.planner.kernels import matmul_s, memory_s
 from nanotrain.planner.parts import Part
 from nanotrain.planner.rank_clock import RankClock
 from nanotrain.spec.kinds.dsa import BLOCK_SCORES, GATHERED_NUMEL
-from nanotrain.spec.operators import GatheredAttention, Indexer, SparseAttention
+from nanotrain.spec.operators import (
+    GatheredAttention,
+    GatheredBlocks,
+    Indexer,
+    SparseAttention,
+)
 
 FP32 = 4
 # of a pair of a query and any key before it
@@ -139,6 +145,31 @@ def gathered_part(clock: RankClock, operator: GatheredAttention) -> Part:
     launches = (forward_launches * num_blocks, backward_launches * num_blocks, 0)
     flops = 2 * heads * (width + values) * pairs
     return Part(operator.name, forward, backward, launches=launches, flops=flops)
+
+
+def gathered_blocks_part(clock: RankClock, operator: GatheredBlocks) -> Part:
+    """Attention to the keys of selected blocks, gathered in the forward and in the backward.
+
+    Without a fused operator the products are in fp32.
+    """
+    itemsize = clock.sizes.itemsize
+    heads = operator.heads / operator.kv_heads  # which share the keys
+    key = operator.head_dim
+    value = operator.value_head_dim
+    keys = operator.gathered_keys / clock.sizes.cp
+    gathered_bytes = (key + value) * itemsize
+    forward_bytes = GATHERED_READS * gathered_bytes + heads * GATHERED_FORWARD_BYTES
+    backward_bytes = GATHERED_BACKWARD_READS * gathered_bytes + heads * GATHERED_BACKWARD_BYTES
+    backward_bytes += (key + value) * KEY_GRADIENT_BYTES
+    forward_flops = 2 * heads * (key + value)
+    backward_flops = 2 * heads * (3 * key + 2 * value)
+    forward = _pairs_s(clock, keys, flops=forward_flops, num_bytes=forward_bytes, dtype="fp32")
+    backward = _pairs_s(clock, keys, flops=backward_flops, num_bytes=backward_bytes, dtype="fp32")
+    device = "cpu" if clock.gpu.is_cpu else "cuda"
+    num_parts = ceil(keys * max(key, value) / GATHERED_NUMEL[device])
+    forward_launches, backward_launches = GATHERED_LAUNCHES
+    launches = (forward_launches * num_parts, backward_launches * num_parts, 0)
+    return Part(operator.name, forward, backward, launches=launches, flops=forward_flops * keys)
 
 
 def _num_blocks(clock: RankClock, length: int) -> int:

@@ -4,7 +4,8 @@
     Operator                     fields of every operator
     Product, ExpertProduct       matrix products with a weight, and with the weights of experts
     Norm, Rotary, Residual, Gate, Activation     elementwise operators
-    Attention, SparseAttention, GatheredAttention, Indexer    operators on pairs of tokens
+    Attention, Indexer           operators on pairs of tokens
+    SparseAttention, GatheredAttention, GatheredBlocks    attention to selected keys
     Convolution, Scan            operators that read the tokens in order
     Router, Dispatch             tokens to experts
     Lookup, Loss                 both ends of a model
@@ -228,6 +229,18 @@ class GatheredAttention(Attention):
         """Pairs of a query and a selected key, of all sequences and cp ranks."""
         channels = self.heads * (self.head_dim + self.value_head_dim)
         return self.sequence_flops / (2 * channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBlocks(Attention):
+    """Attention to selected blocks of keys, which are gathered for each key/value head."""
+
+    @property
+    def gathered_keys(self) -> float:
+        """Keys that are gathered for all queries, key/value heads, sequences and cp ranks."""
+        channels = self.heads * (self.head_dim + self.value_head_dim)
+        pairs = self.sequence_flops / (2 * channels)
+        return pairs * self.kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)

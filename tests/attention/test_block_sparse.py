@@ -2,6 +2,8 @@
 has the whole layer.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from tests.model.mixers import assert_near
 
 B, S, N, G, D, DV, E = 2, 29, 4, 2, 6, 5, 3
 SEGMENTS = torch.tensor([[0] * 11 + [1] * 18, [0] * 20 + [1] * 3 + [2] * 6])
+ALL = range(S)
 OPTIONS = {
     "plain": None,
     "softcap, sink": ScoreOptions(softcap=0.8, sink=torch.tensor([0.1, -0.3, 0.2, 0.7]).double()),
@@ -27,15 +30,15 @@ OPTIONS = {
 }
 
 
-def leaves() -> dict[str, Tensor]:
+def leaves(length: int = S) -> dict[str, Tensor]:
     """Random queries, keys and values, and the tensors of an index."""
     draw = torch.Generator().manual_seed(3)
     shapes = {
-        "query": (B, S, N, D),
-        "key": (B, S, G, D),
-        "value": (B, S, G, DV),
-        "index_query": (B, S, G, E),
-        "index_key": (B, S, E),
+        "query": (B, length, N, D),
+        "key": (B, length, G, D),
+        "value": (B, length, G, DV),
+        "index_query": (B, length, G, E),
+        "index_key": (B, length, E),
     }
     return {
         name: torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
@@ -45,19 +48,19 @@ def leaves() -> dict[str, Tensor]:
 
 def attend(
     x: dict[str, Tensor],
-    queries: range = range(S),
+    queries: range = ALL,
     *,
-    topk: int = 2,
     segment_ids: Tensor | None = None,
-    loss: IndexerLoss | None = None,
     scores: ScoreOptions | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Attention of some queries to blocks of four keys."""
+    """Attention of some queries to blocks of four keys; options of the index."""
     rows, keys = slice(queries.start, queries.stop), slice(0, queries.stop)
-    spans = Spans.of(segment_ids, length=S)
+    spans = Spans.of(segment_ids, length=x["query"].shape[1])
     call = AttentionCall(TileKernel(), spans, queries, torch.device("cpu"))
     index_query, index_key = x["index_query"][:, rows], x["index_key"][:, keys]
-    index = BlockIndex(index_query, index_key, size=4, topk=topk, num_local=1, loss=loss)
+    sizes = {"size": 4, "topk": 2, "num_local": 1} | options
+    index = BlockIndex(index_query, index_key, **sizes)
     query, key, value = x["query"][:, rows], x["key"][:, keys], x["value"][:, keys]
     return attend_blocks(query, key=key, value=value, call=call, index=index, scores=scores)
 

@@ -57,6 +57,9 @@ BLOCKS = (
     f"{LLAMA} --sparse-attention-type blocks --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 "
     "--dsa-indexer-topk 32 --dsa-indexer-block-size 8 --dsa-indexer-loss-coeff 0.1"
 )
+FEW_BLOCKS = BLOCKS.replace(
+    "topk 32 --dsa-indexer-block-size 8", "topk 8 --dsa-indexer-block-size 4"
+)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -90,6 +93,7 @@ MODELS = {
     "Mamba-2": "--linear-attention-type mamba2 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
     "sparse attention": DSA,
     "selected blocks": BLOCKS,
+    "gathered blocks": FEW_BLOCKS,
     "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
     "side by side": f"{GPT2} --residual-type parallel",
@@ -115,6 +119,7 @@ EXACT = {
     "output gate",
     "sparse attention",
     "selected blocks",
+    "gathered blocks",
     "side by side",
     "side by side, one norm",
     "gated",

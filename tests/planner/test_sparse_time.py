@@ -77,3 +77,16 @@ def test_a_loss_over_selected_keys_takes_less_than_one_over_all() -> None:
     assert [indexer.scored_pairs for indexer in indexers] == [pairs, pairs - 2048**2 / 2]
     (forward, _), (shorter, _) = passes(dense), passes(sparse)
     assert shorter.compute < 0.8 * forward.compute
+
+
+def test_the_time_of_gathered_blocks_grows_with_their_number() -> None:
+    blocks = {"sparse_attention_type": "blocks", "num_query_groups": 8, "dsa_indexer_n_heads": 8}
+    parts = {}
+    for length, topk in ((32768, 2048), (65536, 2048), (65536, 1024)):
+        positions = {"seq_length": length, "max_position_embeddings": length}
+        times = OperatorTimes(llama(8, **blocks, **positions, dsa_indexer_topk=topk))
+        parts[length, topk] = core_attention(times)
+    once, longer, fewer = parts.values()
+    assert longer.forward == pytest.approx(2 * once.forward, rel=0.05)
+    assert fewer.forward == pytest.approx(longer.forward / 2, rel=0.05)
+    assert fewer.dgrad == pytest.approx(longer.dgrad / 2, rel=0.05)

@@ -8,10 +8,11 @@ from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import attention, attention_operators, replicated
 from nanotrain.spec.kinds.core_attention import query_key_modules
-from nanotrain.spec.kinds.dsa import BLOCK_SCORES
-from nanotrain.spec.layer_sizes import FP32, LayerSizes
+from nanotrain.spec.kinds.dsa import BLOCK_SCORES, GATHERED_NUMEL
+from nanotrain.spec.layer_sizes import FP32, INT32, LayerSizes
 from nanotrain.spec.operators import (
     Attention,
+    GatheredBlocks,
     Indexer,
     Norm,
     Operator,
@@ -21,6 +22,26 @@ from nanotrain.spec.operators import (
 )
 from nanotrain.spec.over_cp import all_gather_sent
 from nanotrain.spec.shape import ModelShape
+
+# time of a pair of a query and a gathered key, in pairs of a query and any key: measured on one CPU
+# core with four query heads per key/value head
+GATHERED_PAIR = 4
+
+
+def gathers_blocks(shape: ModelShape, length: int) -> bool:
+    """Whether attention gathers the selected blocks of every query; else it masks the others.
+
+    The form that takes less time; scores that are capped or dropped, or have a sink, are masked.
+
+    Args:
+        shape: shape of the model.
+        length: tokens of a sequence on all cp ranks.
+    """
+    if shape.has_score_options:
+        return False
+    pairs = length**2 / 2
+    gathered_pairs = length * _sizes(shape).topk
+    return GATHERED_PAIR * gathered_pairs < pairs
 
 
 def declare(declare: Declaration) -> Specs:
@@ -113,7 +134,7 @@ def _num_block_scores(s: LayerSizes) -> int:
     return min(BLOCK_SCORES, heads * s.tokens * num_keys)
 
 
-def _attention(s: LayerSizes, core: Attention) -> SparseAttention:
+def _attention(s: LayerSizes, core: Attention) -> Attention:
     """Attention to the selected blocks, in place of a core attention."""
     dsa = _sizes(s.shape)
     head_width = core.head_dim + core.value_head_dim
@@ -123,15 +144,27 @@ def _attention(s: LayerSizes, core: Attention) -> SparseAttention:
     sent = other_ranks * s.tokens * token_bytes
     all_tokens = s.cp * s.tokens
     keys_and_values = 3 * all_tokens * width
-    scores = 4 * _num_block_scores(s)
+    gathers = gathers_blocks(s.shape, s.seq_length * s.cp)
+    elements = _gathered_elements(s, core) if gathers else 4 * _num_block_scores(s)
     sizes = vars(core)  # those of the heads are the same
     own = {
         "window": dsa.topk,
         "saves": _saves(s, core),
-        "working": FP32 * (scores + keys_and_values),
+        "working": FP32 * (elements + keys_and_values),
         "over_cp": all_gather_sent(sent),
     }
+    if gathers:
+        return GatheredBlocks(**sizes | own)
     return SparseAttention(**sizes | own)
+
+
+def _gathered_elements(s: LayerSizes, core: Attention) -> int:
+    """Elements of gathered keys and values, their gradients, and their scores, at once."""
+    widest = max(core.head_dim, core.value_head_dim)
+    keys = s.tokens * core.kv_heads * _sizes(s.shape).topk
+    keys = min(GATHERED_NUMEL[s.device] // widest, keys)
+    heads = core.heads // core.kv_heads
+    return 4 * keys * (widest + heads)
 
 
 def _saves(s: LayerSizes, core: Attention) -> tuple[Saved, ...]:
@@ -161,11 +194,16 @@ def _saves(s: LayerSizes, core: Attention) -> tuple[Saved, ...]:
 
 
 def _selected_bytes(s: LayerSizes) -> int:
-    """A byte per query, index head and block, where not all are selected."""
+    """A byte per query, index head and block, where not all are selected.
+
+    Where blocks are gathered, the number of each selected block.
+    """
     dsa = _sizes(s.shape)
     length = s.seq_length * s.cp
     num_blocks = ceil(length / dsa.block_size)
     if dsa.topk_blocks >= num_blocks:
         return 0
     rows = s.tokens * _index_heads(s)
+    if gathers_blocks(s.shape, length):
+        return rows * dsa.topk_blocks * INT32
     return rows * num_blocks

@@ -29,6 +29,8 @@ from tests.model.test_dsa import MODEL, SEGMENTS, B, H, S
 
 MODELS = {
     "blocks": BLOCKS,
+    # topk so small that they are gathered
+    "gathered blocks": replace(BLOCKS, dsa=replace(BLOCKS.dsa, topk=2, block_size=1)),
     "all keys": replace(MODEL, dsa=replace(MODEL.dsa, n_heads=3)),  # tp does not divide them
     "selected keys": replace(MODEL, dsa=replace(MODEL.dsa, use_sparse_loss=True)),
 }

@@ -8,8 +8,9 @@ from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.kinds.block_sparse import gathers_blocks
 from nanotrain.spec.layer_sizes import LayerSizes
-from nanotrain.spec.operators import Indexer
+from nanotrain.spec.operators import GatheredBlocks, Indexer, SparseAttention
 from nanotrain.spec.shape import ModelShape
 from tests.spec.kinds.sent import sent_over_cp
 
@@ -60,6 +61,14 @@ def test_flops_grow_with_the_selected_blocks_and_scores_of_the_index_with_all() 
     pairs = sum(min(position + 1, 16) for position in range(64))
     of_attention = forward_flops("block_sparse", 16, 64) - of_index
     assert of_attention == pytest.approx(2 * 8 * (4 + 4) * pairs, rel=0.02)
+
+
+def test_long_sequences_gather_blocks_and_others_mask_them() -> None:
+    for length, gathers in ((128, False), (129, True)):
+        sizes = LayerSizes.for_model(SHAPE, seq_length=length)
+        kinds = [type(operator) for operator in KIND.operators(sizes)]
+        assert (GatheredBlocks in kinds) == gathers and (SparseAttention in kinds) != gathers
+    assert not gathers_blocks(replace(SHAPE, has_score_options=True), 129)
 
 
 def test_a_tp_rank_has_the_index_of_its_heads() -> None:
