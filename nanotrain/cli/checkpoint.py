@@ -1,12 +1,13 @@
 """`nanotrain checkpoint COMMAND ...`: one function per command.
 
-inspect | verify | diff | average | prune | import-hf | export-hf | export-dcp |
-export-megatron | publish
+inspect | verify | diff | average | prune | import-hf | import-megatron | export-hf |
+export-dcp | export-megatron | publish
 """
 
 from collections.abc import Sequence
 
 from nanotrain.cli.addresses import read_name, read_path, show, written_path
+from nanotrain.cli.import_megatron import import_megatron
 from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.cli.publish_checkpoint import publish_checkpoint
 from nanotrain.cli.values import count, positive
@@ -183,7 +184,7 @@ def export_megatron(argv: Sequence[str]) -> int:
     )
     add_dtype(parser)
     args = parser.parse_args(argv)
-    from nanotrain.interop.megatron import export_megatron as export
+    from nanotrain.interop.megatron.export import export_megatron as export
 
     show(export(args.path, args.output, dtype=args.dtype))
     return 0
@@ -196,6 +197,7 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {
     "average": average,
     "prune": prune,
     "import-hf": import_hf,
+    "import-megatron": import_megatron,
     "export-hf": export_hf,
     "export-dcp": export_dcp,
     "export-megatron": export_megatron,

@@ -46,7 +46,7 @@ from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
 from nanotrain.interop.hf.names import checkpoint_shapes
-from nanotrain.interop.megatron_limits import unsupported_settings
+from nanotrain.interop.megatron.limits import unsupported_settings
 from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
@@ -74,7 +74,7 @@ class StackIndex(NamedTuple):
 
 
 LEAVES = ("weight", "bias")
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
 
 
 def check_model(model_config: ModelConfig) -> None:

@@ -13,9 +13,9 @@ from torch.nn.functional import silu
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
-from nanotrain.interop.megatron import export_megatron
+from nanotrain.interop.megatron.export import export_megatron
 from tests.harness import run_ranks
-from tests.interop.megatron_models import GPT2, LLAMA, MOE, write_checkpoint
+from tests.interop.megatron.models import GPT2, LLAMA, MOE, write_checkpoint
 
 if find_spec("megatron") is None:  # only the rank below imports it, which takes 2 s
     pytest.skip("needs megatron-core", allow_module_level=True)

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from nanotrain.interop.megatron_limits import unsupported_settings
+from nanotrain.interop.megatron.limits import unsupported_settings
 from tests.config.asking import config_of
 
-MESSAGES = Path(__file__).parents[1] / "config" / "rules" / "messages.json"
+MESSAGES = Path(__file__).parents[2] / "config" / "rules" / "messages.json"
 
 
 def test_every_limit_of_megatron_lm_is_named() -> None:

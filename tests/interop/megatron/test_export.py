@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron import check_model, export_megatron, plan_chunks
+from nanotrain.interop.megatron.export import check_model, export_megatron, plan_chunks
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
-from tests.interop.megatron_models import GPT2, LLAMA, MIXED, MOE, write_checkpoint
+from tests.interop.megatron.models import GPT2, LLAMA, MIXED, MOE, write_checkpoint
 
 STACK = "decoder.layers."
 

@@ -1,0 +1,13 @@
+"""Checkpoints of Megatron-LM, out and in.
+
+export.py, limits.py      weights as a `torch_dist` checkpoint; the models that have none
+names.yaml                the names of modules there, and of ours that they join
+folder.py, pickles.py     the files of a checkpoint, read without running anything
+tensors.py                boxes of its tensors
+arguments.py              its arguments as a configuration
+placement.py              the place of each of our tensors in its tensors
+optimizer_state.py        main parameters, moments and counters
+import_run.py             a checkpoint of ours from all of them
+
+It trains nothing and imports nothing of Megatron-LM: it reads and writes files.
+"""

@@ -1,0 +1,210 @@
+"""The stored arguments of a run of Megatron-LM as a configuration.
+
+    config_of_arguments   the configuration, and one line for everything that is not taken as it is
+
+An argument is named as the flag that sets it, with underscores; ours have the same names. So the
+arguments become a command line, which the readers of launch scripts check and translate. Arguments
+that ask for nothing here (paths, logging, layouts, kernels) are left out: any layout continues.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanotrain.config.arguments import ALIASES
+from nanotrain.config.command_line import CommandLine, MegatronArgument, Setting
+from nanotrain.config.config import Config
+from nanotrain.config.flags import apply_aliases
+from nanotrain.config.load import compose_values
+from nanotrain.config.megatron import megatron, row_of
+from nanotrain.config.option import Entry, flag_of
+from nanotrain.config.rules.check import collect_errors
+from nanotrain.config.rules.unused import reset_unused
+from nanotrain.config.schema import ENTRIES, KEYS, read_config
+from nanotrain.config.translate import megatron_values, translate
+from nanotrain.config.user_paths import expand_path
+from nanotrain.errors import CheckpointError, ConfigError, ErrorCollector
+from nanotrain.quantities import count_of
+from nanotrain.untrusted import plain_text
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+PATTERNS = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
+MAX_LIST = 10_000  # values of one argument
+
+
+@dataclass
+class ImportedConfig:
+    """A configuration from arguments."""
+
+    config: Config
+    notes: list[str] = field(default_factory=list)  # lines for the user
+
+
+def config_of_arguments(arguments: Mapping[str, Any], *, num_rows: int) -> ImportedConfig:
+    """The configuration of stored arguments.
+
+    Args:
+        arguments: all arguments by name.
+        num_rows: rows of the word embedding, padding included.
+
+    Raises:
+        CheckpointError: the arguments are missing, or describe a model or optimizer that does not
+            exist here.
+    """
+    if not arguments:
+        raise CheckpointError(
+            "the checkpoint has no arguments",
+            why="common.pt has no args, which describe the model",
+            fix="save it with Megatron-LM's training program, which stores them",
+        )
+    refuse_unsupported(arguments)
+    line = CommandLine(wants_megatron_defaults=True)
+    names = set(arguments)
+    if not arguments.get("group_query_attention"):
+        names.discard("num_query_groups")  # it has a default then
+    for name in sorted(names):
+        add_argument(line, name, value=arguments[name])
+    add_activation(line, arguments)
+    add_setting(line, "vocab_size", value=num_rows)
+    add_setting(line, "make_vocab_size_divisible_by", value=padding_multiple(arguments, num_rows))
+    apply_aliases(line)
+    result = compose(line)
+    notes = result.notes
+    vocab_size = arguments.get("vocab_size")
+    if vocab_size != num_rows:
+        notes.append(
+            f"vocab_size is {num_rows:,}, the padded size: Megatron-LM's loss is over the logits "
+            "of the padding too"
+        )
+    return ImportedConfig(result.config, notes)
+
+
+def padding_multiple(arguments: Mapping[str, Any], num_rows: int) -> int:
+    """The multiple that the rows of the embedding are padded to; 1 if they are none of it."""
+    multiple = arguments.get("make_vocab_size_divisible_by")
+    if not isinstance(multiple, int) or multiple < 1 or num_rows % multiple:
+        return 1
+    return multiple
+
+
+def compose(line: CommandLine) -> ImportedConfig:
+    """The checked configuration of a command line; settings without effect are reset.
+
+    Raises:
+        CheckpointError: all mistakes.
+    """
+    errors = ErrorCollector()
+    try:
+        composed = compose_values(line, errors=errors)
+        config, bad_keys = read_config(composed.values, errors=errors, expand=expand_path)
+        result = translate(config, line, errors=errors)
+        unreadable = frozenset(KEYS[key].name for key in bad_keys)
+        config, _ = reset_unused(
+            result.config,
+            explicit=frozenset(),
+            errors=errors,
+            defaults=frozenset(KEYS),
+            unreadable=unreadable,
+        )
+        collect_errors(config, to_train=False, errors=errors, unreadable=unreadable)
+        errors.raise_errors()
+    except ConfigError as error:
+        raise CheckpointError(
+            "the arguments of the checkpoint describe what does not exist here",
+            why=" ".join(str(error).split()),
+            fix="import a checkpoint of another run",
+        ) from None
+    return ImportedConfig(config, result.notes)
+
+
+def add_argument(line: CommandLine, name: str, *, value: Any) -> None:
+    """Add an argument that sets a field, or that a flag of Megatron-LM stands for."""
+    if name in TABLE["skipped"] or value is None:
+        return
+    if name in TABLE["zero_is_unset"] and value == 0:
+        return
+    flag = flag_of(name)
+    if name in TABLE["renamed"]:
+        add_setting(line, TABLE["renamed"][name], value=value)
+    elif flag in ALIASES:
+        if value is True:
+            line.aliases.append(flag)
+    elif name in ENTRIES:
+        if ENTRIES[name].section.partition(".")[0] in TABLE["sections"]:
+            add_setting(line, name, value=value)
+    else:
+        add_flag(line, flag, value=value)
+
+
+def add_flag(line: CommandLine, flag: str, *, value: Any) -> None:
+    """Add a flag without a field: one that is True, or one of the listed ones with its value."""
+    row = row_of(flag)
+    if row is None or row.kind in ("always", "no effect"):
+        return
+    if value is True and row.arity == 0:
+        line.megatron.append(MegatronArgument(flag, row))
+    elif flag in TABLE["valued"] and value not in (False, [], ""):
+        line.megatron.append(MegatronArgument(flag, row, plain_text(value)))
+
+
+def add_setting(line: CommandLine, name: str, *, value: Any) -> None:
+    """Set a field, unless it has this value already; what has no effect is not set."""
+    entry = ENTRIES[name]
+    text = text_of_value(entry, value)
+    default = megatron_values().get(entry.key, entry.default)
+    is_required = name in megatron().required
+    if text is None or (text == text_of_value(entry, default) and not is_required):
+        return
+    shown = text if isinstance(text, str) else " ".join(text)
+    line.settings.append(Setting(entry.key, text, f"{name}={shown}"))
+
+
+def text_of_value(entry: Entry, value: Any) -> str | list[str] | None:
+    """The value of an argument as the text of a flag; None without one."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if entry.name == "window_size" and isinstance(value, list | tuple):
+        return str(value[0])  # keys before; there are none after
+    if isinstance(value, list | tuple):
+        texts = [plain_text(item) for item in value[:MAX_LIST]]
+        if entry.name in PATTERNS:
+            return f"[{','.join(texts)}]"
+        return texts
+    return [plain_text(value)] if entry.kind is list else plain_text(value)
+
+
+def add_activation(line: CommandLine, arguments: Mapping[str, Any]) -> None:
+    """Set the activation, which is one argument for each of them there."""
+    for name, activation in TABLE["activations"].items():
+        if arguments.get(name):
+            add_setting(line, "activation", value=activation)
+            return
+    # the kernel of bias and GELU computes the tanh approximation (fused_bias_gelu.py)
+    is_fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    exact = row_of("--no-bias-gelu-fusion")
+    if not is_fused and exact is not None:
+        line.megatron.append(MegatronArgument("--no-bias-gelu-fusion", exact))
+
+
+def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Check for arguments whose weights or results have no place here.
+
+    Raises:
+        CheckpointError: all of them.
+    """
+    refused = []
+    for name, row in TABLE["refused"].items():
+        value = arguments.get(name)
+        if value is not None and value not in row["accepts"]:
+            refused.append(f"{name} {plain_text(value)} ({row['why']})")
+    if refused:
+        raise CheckpointError(
+            f"{count_of(len(refused), 'argument')} of the checkpoint cannot be imported",
+            why="; ".join(refused),
+            fix="import a checkpoint of another run",
+        )

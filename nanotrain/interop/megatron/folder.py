@@ -1,0 +1,117 @@
+"""Find the checkpoint of one step in a folder of Megatron-LM, and its common state.
+
+    FOLDER/latest_checkpointed_iteration.txt    the step, or "release"
+    FOLDER/iter_0000300/metadata.json           the names of the formats
+    FOLDER/iter_0000300/common.pt               arguments, step, schedules, optimizer
+
+`find_step_folder` takes FOLDER, for its newest step, or the folder of a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.pickles import attributes_of, load_archive, unreadable_file
+from nanotrain.untrusted import (
+    object_of,
+    parse_json,
+    plain_text,
+    read_file,
+    shown,
+    unreadable,
+    whole_number,
+)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMATS = "metadata.json"
+COMMON = "common.pt"
+MAX_TEXT_BYTES = 1 << 16
+FIX = "name a folder of --save of Megatron-LM, or one iter_NNNNNNN of it"
+
+
+@dataclass(frozen=True)
+class CommonState:
+    """What all ranks of a checkpoint share."""
+
+    arguments: Mapping[str, Any]  # of the run, by their names in the program; empty: not stored
+    step: int
+    state: Mapping[str, Any]  # all of common.pt
+
+
+def find_step_folder(path: Path) -> Path:
+    """The folder of a step that a path names: itself, or the newest in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / FORMATS).is_file() or (path / COMMON).is_file():
+        return path
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        why = f"it has neither {FORMATS} nor {TRACKER}"
+        if not path.is_dir():
+            why = "there is no such folder"
+        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM", why=why, fix=FIX)
+    try:
+        text = read_file(tracker, most=MAX_TEXT_BYTES).decode().strip()
+    except (OSError, ValueError) as error:
+        raise unreadable_file(str(tracker), unreadable(error)) from None
+    name = text
+    if text != "release":
+        if not text.isascii() or not text.isdecimal() or len(text) > 18:
+            raise CheckpointError(
+                f"{tracker} is {shown(text)}", why="it takes a step, or release", fix=FIX
+            )
+        name = f"iter_{int(text):07d}"
+    folder = path / name
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{path} has no folder {name}", why=f"{TRACKER} names it as the newest", fix=FIX
+        )
+    return folder
+
+
+def require_torch_dist(folder: Path) -> None:
+    """Check that the tensors of a step are in the format torch_dist.
+
+    Raises:
+        CheckpointError: they are in another format.
+    """
+    file = folder / FORMATS
+    if not file.is_file():
+        if any(folder.glob("mp_rank_*")):
+            raise CheckpointError(
+                f"{folder} has the format of --ckpt-format torch",
+                why="its files mp_rank_* depend on the layout that wrote them",
+                fix="load it with Megatron-LM and save it with --ckpt-format torch_dist",
+            )
+        raise CheckpointError(f"{folder} has no {FORMATS}", why="a save writes it last", fix=FIX)
+    try:
+        formats = object_of(parse_json(read_file(file, most=MAX_TEXT_BYTES)), "the file")
+    except (OSError, ValueError) as error:
+        raise unreadable_file(str(file), unreadable(error)) from None
+    backend = formats.get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{folder} has the format {plain_text(backend)}",
+            why="torch_dist is read",
+            fix="load it with Megatron-LM and save it with --ckpt-format torch_dist",
+        )
+
+
+def read_common_state(folder: Path) -> CommonState:
+    """The common state of a step.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    file = folder / COMMON
+    state = load_archive(file, shown=str(file))
+    try:
+        content = object_of(state, "it")
+        step = whole_number(content.get("iteration", 0), "iteration")
+    except ValueError as error:
+        raise unreadable_file(str(file), str(error)) from None
+    return CommonState(attributes_of(content.get("args")), step, content)

@@ -1,0 +1,236 @@
+"""Write a checkpoint of Megatron-LM as one of ours, with the state of the optimizer.
+
+    import_megatron   the folder, and the lines that say what it has
+
+The result is an ordinary checkpoint: any layout loads it, and the next step is the one that
+Megatron-LM would have taken. One chunk is in memory at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.rewrite import Shapes, write_checkpoint
+from nanotrain.checkpoint.write import ChunkWrite
+from nanotrain.config.config import Config
+from nanotrain.config.load import to_yaml
+from nanotrain.config.schema import to_dict, with_values
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments
+from nanotrain.interop.megatron.folder import (
+    CommonState,
+    find_step_folder,
+    read_common_state,
+    require_torch_dist,
+)
+from nanotrain.interop.megatron.optimizer_state import (
+    Counters,
+    StateKeys,
+    find_state,
+    read_counters,
+)
+from nanotrain.interop.megatron.placement import EMBEDDING, Placement, find_prefix
+from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.log import progress
+from nanotrain.quantities import count_of
+from nanotrain.runs.files import write_text
+from nanotrain.untrusted import finite_number, plain_text, whole_number
+
+WEIGHTS = "model/"  # beginning of the names of main parameters
+STATE = "optimizer/"
+CONFIG_FILE = "config.yaml"  # in the folder: the settings of the run, a valid +config
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """An opened checkpoint of Megatron-LM."""
+
+    folder: Path
+    common: CommonState
+    imported: ImportedConfig
+    placement: Placement
+    state: StateKeys | None  # None: weights alone
+    counters: Counters
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shape and data type of every tensor of our checkpoint."""
+        shapes = {}
+        for name, size in self.placement.sizes.items():
+            shapes[name] = (size, "fp32")
+            if self.state is None or not name.startswith(WEIGHTS):
+                continue
+            for moment in self.state.moments:
+                shapes[f"{STATE}{moment}/{name.removeprefix(WEIGHTS)}"] = (size, "fp32")
+        return shapes
+
+    def read(self, chunk: ChunkWrite) -> Tensor:
+        """The values of a chunk of our checkpoint."""
+        name = chunk.source.name
+        beginnings: Mapping[str, str] = {}
+        if self.state is not None:
+            beginnings = self.state.main
+        if name.startswith(STATE):
+            assert self.state is not None, "a checkpoint without state has no moments"
+            moment, _, parameter = name.removeprefix(STATE).partition("/")
+            beginnings = self.state.moments[moment]
+            name = f"{WEIGHTS}{parameter}"
+        return self.placement.read(name, chunk.box, beginnings=beginnings).float()
+
+
+@progress("importing")
+def import_megatron(path: Path, output: Path, *, optim: bool = True) -> str:
+    """Write a checkpoint of Megatron-LM as one of ours; returns lines that say what it has.
+
+    Args:
+        path: a folder of --save of Megatron-LM, for its newest step, or one of its steps.
+        output: the folder to write; must not exist or be empty.
+        optim: whether the state of the optimizer and the counters of the run are read too.
+
+    Raises:
+        CheckpointError: a model, optimizer or format that is not read, damaged files, or `output`
+            has files.
+        EnvironmentFault: `output` cannot be written; nothing is left there.
+    """
+    opened = open_megatron(path, optim=optim)
+    has_state = opened.state is not None
+    step = opened.common.step if has_state else 0
+    manifest = Manifest(
+        step,
+        {},
+        {},
+        objects=objects_of(opened) if has_state else {},
+        config=to_dict(opened.imported.config),
+        topology={},
+    )
+    write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest)
+    write_text(output / CONFIG_FILE, to_yaml(opened.imported.config))
+    num_weights = len(opened.placement.sizes)
+    lines = [f"{output}: {count_of(num_weights, 'tensor')} in fp32, from {opened.folder}"]
+    lines += describe(opened)
+    return "\n".join(lines)
+
+
+def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
+    """Open a checkpoint of Megatron-LM and find the place of everything in it; errors as above."""
+    folder = find_step_folder(path)
+    require_torch_dist(folder)
+    common = read_common_state(folder)
+    tensors = TorchDistFolder(folder)
+    embedding = tensors.tensors[find_prefix(tensors) + EMBEDDING]
+    imported = config_of_arguments(common.arguments, num_rows=embedding.shape[0])
+    placement = Placement(imported.config.model, tensors)
+    state = find_state(tensors, placement) if optim else None
+    counters = Counters()
+    if state is not None:
+        require_adam(imported.config)
+        counters = read_counters(tensors, common)
+        config = with_schedule(imported.config, counters.scheduler)
+        imported = ImportedConfig(config, imported.notes)
+    return MegatronCheckpoint(folder, common, imported, placement, state, counters)
+
+
+def require_adam(config: Config) -> None:
+    """Check that the state of the optimizer is that of Adam.
+
+    Raises:
+        CheckpointError: it is of another one.
+    """
+    if config.optim.optimizer != "adam":
+        raise CheckpointError(
+            f"the optimizer of the checkpoint is {plain_text(config.optim.optimizer)}",
+            why="the state of adam is imported",
+            fix="import the weights alone, with --no-optim",
+        )
+
+
+def with_schedule(config: Config, scheduler: Mapping[str, Any]) -> Config:
+    """The configuration with the schedules that the run was in, in samples.
+
+    Raises:
+        CheckpointError: a value that is no schedule.
+    """
+    if not scheduler:
+        return config
+    try:
+        values = {
+            "optim.lr": finite_number(scheduler["max_lr"], "max_lr"),
+            "optim.min_lr": finite_number(scheduler["min_lr"], "min_lr"),
+            "optim.lr_decay_style": str(scheduler["lr_decay_style"]),
+            "optim.lr_decay_samples": whole_number(scheduler["lr_decay_steps"], "lr_decay_steps"),
+            "optim.lr_decay_iters": None,
+            "optim.lr_warmup_samples": whole_number(scheduler["lr_warmup_steps"], "warmup"),
+            "optim.lr_warmup_iters": 0,
+            "optim.lr_warmup_fraction": None,
+        }
+        return with_values(config, values)
+    except (LookupError, ValueError) as error:
+        raise CheckpointError(
+            "the schedule of the checkpoint cannot be read",
+            why=str(error),
+            fix="import the weights alone, with --no-optim",
+        ) from None
+
+
+def objects_of(opened: MegatronCheckpoint) -> dict[str, Any]:
+    """The counters of the run, as a save of ours has them."""
+    config = opened.imported.config
+    samples = consumed_samples(opened)
+    batch_size = config.train.global_batch_size or config.train.micro_batch_size
+    counters = opened.counters
+    scale = counters.loss_scale or {
+        "scale": 1.0,
+        "is_dynamic": False,
+        "clean_steps": 0,
+        "overflows_left": 1,
+    }
+    return {
+        "train": {
+            "step": opened.common.step,
+            "consumed_samples": samples,
+            "consumed_tokens": samples * config.data.seq_length,
+            "curve_batch_size": batch_size,
+        },
+        "optimizer": {"num_updates": counters.num_updates, "loss_scale": scale},
+    }
+
+
+def consumed_samples(opened: MegatronCheckpoint) -> int:
+    """Samples that the run has trained on.
+
+    Raises:
+        CheckpointError: no whole number.
+    """
+    try:
+        return whole_number(opened.common.arguments.get("consumed_train_samples", 0), "it")
+    except ValueError as error:
+        raise CheckpointError(
+            "consumed_train_samples of the checkpoint cannot be read",
+            why=plain_text(str(error)),
+            fix="import the weights alone, with --no-optim",
+        ) from None
+
+
+def describe(opened: MegatronCheckpoint) -> list[str]:
+    """What was taken, changed and left out, one line each."""
+    lines = []
+    if opened.state is None:
+        lines.append("optimizer: none; the next run begins at step 0")
+    else:
+        samples = consumed_samples(opened)
+        updates = count_of(opened.counters.num_updates, "update")
+        lines.append(
+            f"optimizer: main parameters and moments after {updates}, step {opened.common.step}, "
+            f"{count_of(samples, 'sample')} consumed"
+        )
+        position = opened.counters.scheduler.get("num_steps", samples)
+        if position != samples:
+            lines.append(
+                f"the schedules are at sample {position:,} there; here they follow the "
+                f"{samples:,} consumed samples"
+            )
+    return lines + opened.imported.notes

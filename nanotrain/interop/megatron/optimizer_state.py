@@ -1,0 +1,185 @@
+"""The state of the optimizer in a checkpoint of Megatron-LM.
+
+    find_state      where main parameters and moments are; None without them
+    read_counters   updates, loss scale and position of the schedules
+
+Main parameters and moments have the keys of the weights behind optimizer.state.NAME., for the
+optimizers without sharding and for the distributed one with --dist-ckpt-optim-fully-reshardable.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.folder import CommonState
+from nanotrain.interop.megatron.placement import Placement
+from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.untrusted import finite_number, plain_text, whole_number
+
+# beginnings of the keys of main parameters, by the optimizer that writes them: with fp32 model
+# parameters, no one does
+MAIN = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+MOMENTS = {"exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
+CHAINED = 64  # optimizers in a chain
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """Beginnings of the keys of the state of every weight, by the key of the weight."""
+
+    main: Mapping[str, str]  # of main parameters; "" where the weight is its own
+    moments: Mapping[str, Mapping[str, str]]  # by the name of the moment
+
+
+@dataclass
+class Counters:
+    """Counters and settings of the optimizer."""
+
+    num_updates: int = 0
+    loss_scale: dict[str, Any] | None = None  # as `LossScale.state_dict`; None: no loss scale
+    # state of the schedules; empty: none
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_state(folder: TorchDistFolder, placement: Placement) -> StateKeys | None:
+    """Where the state of all weights is; None for a checkpoint without one.
+
+    Raises:
+        CheckpointError: it has the state of some weights only, or in a form that is not read.
+    """
+    moments: dict[str, dict[str, str]] = {name: {} for name in MOMENTS}
+    main = {}
+    missing = []
+    for key in placement.stored_keys:
+        main[key] = _find_beginning(folder, key, beginnings=MAIN) or ""
+        for name, beginning in MOMENTS.items():
+            found = _find_beginning(folder, key, beginnings=[beginning])
+            if found is None:
+                missing.append(f"{beginning}{key}")
+            else:
+                moments[name][key] = found
+    if not moments["exp_avg"]:
+        refuse_other_forms(folder)
+        return None
+    trained = [key for key in missing if not key.endswith("expert_bias")]
+    if trained:
+        raise CheckpointError(
+            f"{folder.folder} has the state of the optimizer for some weights only",
+            why=f"{trained[0]} is missing",
+            fix="import the weights alone, with --no-optim",
+        )
+    return StateKeys(main, moments)
+
+
+def refuse_other_forms(folder: TorchDistFolder) -> None:
+    """Check that a checkpoint has no state in a form that is not read.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    for key in [*folder.tensors, *folder.objects]:
+        if "optimizer.distributed." in key:
+            raise CheckpointError(
+                f"the state of the optimizer in {folder.folder} cannot be read",
+                why=f"{plain_text(key)} is a buffer in the layout of the run that saved it",
+                fix="save it with --dist-ckpt-optim-fully-reshardable, or import the weights "
+                "alone, with --no-optim",
+            )
+
+
+def _find_beginning(folder: TorchDistFolder, key: str, *, beginnings: Sequence[str]) -> str | None:
+    """The beginning with which a key of the checkpoint ends in another key."""
+    for beginning in beginnings:
+        if beginning + key in folder.tensors:
+            return beginning
+        for number in range(CHAINED):
+            chained = f"chained_{number}.{beginning}"
+            if chained + key in folder.tensors:
+                return chained
+            if number > 1:
+                break
+    return None
+
+
+def read_counters(folder: TorchDistFolder, common: CommonState) -> Counters:
+    """Counters and settings of the optimizer.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    states = optimizer_states(common.state.get("optimizer"))
+    for key in folder.objects:
+        if key.startswith("optimizer.distributed.") and ".optimizer/" in key:
+            states += optimizer_states(folder.read_object(key))
+    try:
+        steps = {step for state in states for step in steps_of(state)}
+        scheduler = common.state.get("opt_param_scheduler") or {}
+        if not isinstance(scheduler, dict):
+            raise ValueError("opt_param_scheduler is no dictionary")
+        if len(steps) > 1:
+            raise ValueError(f"parameters have different numbers of updates: {sorted(steps)}")
+        scale = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
+        return Counters(
+            num_updates=steps.pop() if steps else common.step,
+            loss_scale=None if scale is None else loss_scale_of(scale),
+            scheduler=scheduler,
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"the counters of the optimizer in {folder.folder} cannot be read",
+            why=str(error),
+            fix="import the weights alone, with --no-optim",
+        ) from None
+
+
+def optimizer_states(content: Any) -> list[dict[str, Any]]:
+    """The optimizers in a state: it is one, or has several by their numbers or in a list."""
+    if isinstance(content, list):
+        return [state for item in content for state in optimizer_states(item)]
+    if not isinstance(content, dict):
+        return []
+    numbered = [content[key] for key in content if isinstance(key, int)]
+    if numbered:
+        return optimizer_states(numbered)
+    return [content]
+
+
+def steps_of(state: Mapping[str, Any]) -> set[int]:
+    """The numbers of updates that an optimizer names."""
+    inner = state.get("optimizer", state)
+    steps = set()
+    if isinstance(inner, dict):
+        shared = inner.get("state")
+        if isinstance(shared, dict) and "common_step" in shared:
+            steps.add(number_of(shared["common_step"], "common_step"))
+        for group in inner.get("param_groups", []):
+            if isinstance(group, dict) and group.get("step") is not None:
+                steps.add(number_of(group["step"], "step"))
+    return steps
+
+
+def number_of(value: Any, name: str) -> int:
+    """A whole number, which may be in a tensor or a float."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return whole_number(value, name)
+
+
+def loss_scale_of(scaler: Any) -> dict[str, Any]:
+    """The state of the loss scale from that of a gradient scaler."""
+    if not isinstance(scaler, dict):
+        raise ValueError("grad_scaler is no dictionary")
+    scale = scaler["scale"]
+    if isinstance(scale, torch.Tensor):
+        scale = scale.item()
+    return {
+        "scale": finite_number(scale, "scale", low=1e-30),
+        "is_dynamic": "growth_tracker" in scaler,
+        "clean_steps": number_of(scaler.get("growth_tracker", 0), "growth_tracker"),
+        "overflows_left": number_of(scaler.get("hysteresis_tracker", 1), "hysteresis_tracker"),
+    }

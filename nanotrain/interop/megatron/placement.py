@@ -1,0 +1,272 @@
+"""The place of each tensor of ours in the tensors of a `torch_dist` checkpoint.
+
+    Placement         all places of a model, found among the keys of a checkpoint
+    Placement.read    one box of a tensor of ours, wherever its rows lie
+
+A tensor there has the same columns. Its rows are those of several tensors of ours: one after
+another (gate and up of an MLP), or by query group (queries, keys and values). In front it may have
+a dim of layers and one of experts; other checkpoints have the number in the key instead.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanotrain.config.model import ModelConfig
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.hf.names import checkpoint_shapes
+from nanotrain.interop.megatron.export import LEAVES, TABLES
+from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.quantities import count_of
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.shape import ModelShape
+
+Shape = tuple[int, ...]
+EXPERTS = "mlp.experts.experts."
+EMBEDDING = "embedding.word_embeddings.weight"
+STATE = "optimizer."  # beginning of the keys of optimizer state
+NO_STATE: Mapping[str, str] = {}
+SHOWN = 4  # keys that an error lists
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tensor of ours among those of theirs."""
+
+    first: int  # the row there of our first one
+    per_group: int  # rows of ours that follow one another there
+    stride: int  # rows there from the beginning of a group to that of the next
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Runs of our rows start <= row < stop: first row, row after the last, first row there.
+
+        >>> list(Rows(first=4, per_group=2, stride=6).runs(1, 4))
+        [(1, 2, 5), (2, 4, 10)]
+        """
+        while start < stop:
+            group, within = divmod(start, self.per_group)
+            end = min(stop, (group + 1) * self.per_group)
+            yield start, end, self.first + group * self.stride + within
+            start = end
+
+
+@dataclass(frozen=True)
+class Location:
+    """A tensor of ours, or one expert of it, in a tensor there."""
+
+    key: str
+    lead: Shape  # indices of the dims in front: layer, expert
+    rows: Rows
+    shape: Shape  # of the tensor there, without the dims in front
+
+
+class Placement:
+    """All places of a model in a checkpoint.
+
+    Args:
+        model_config: the model.
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: it lacks a tensor of the model, has one in another shape, or has one that
+            the model lacks.
+    """
+
+    def __init__(self, model_config: ModelConfig, folder: TorchDistFolder) -> None:
+        self.folder = folder
+        self.sizes = checkpoint_shapes(model_config)
+        self._shape = ModelShape.of(model_config)
+        self._prefix = find_prefix(folder)
+        self.locations: dict[str, tuple[Location, ...]] = {}
+        self._missing: list[str] = []
+        self._copies: set[str] = set()  # keys that were found, also those beside the first
+        for module, (part,) in TABLES["ends"].items():
+            self._add_module([module], [part], lead=())
+        for layer in range(self._shape.num_layers):
+            self._add_layer(layer)
+        self._check()
+
+    def read(self, name: str, box: Box, *, beginnings: Mapping[str, str] = NO_STATE) -> Tensor:
+        """One box of a tensor of ours.
+
+        Args:
+            name: name of the tensor in our checkpoints.
+            box: the box.
+            beginnings: beginning of the key of the state of the optimizer that is read in place of
+                a weight, by the key of the weight.
+
+        Raises:
+            CheckpointError: a chunk is damaged.
+        """
+        locations = self.locations[name]
+        if not is_expert(name):
+            return self._read_rows(locations[0], box, beginnings=beginnings)
+        experts = []
+        inner = Box(box.start[1:], box.stop[1:])
+        for expert in range(box.start[0], box.stop[0]):
+            experts.append(self._read_rows(locations[expert], inner, beginnings=beginnings))
+        return torch.stack(experts)
+
+    @property
+    def stored_keys(self) -> list[str]:
+        """The keys of all tensors of the model, each once."""
+        keys: dict[str, None] = {}
+        for locations in self.locations.values():
+            keys |= dict.fromkeys(location.key for location in locations)
+        return list(keys)
+
+    def _read_rows(self, location: Location, box: Box, *, beginnings: Mapping[str, str]) -> Tensor:
+        key = beginnings.get(location.key, "") + location.key
+        pieces = []
+        for start, stop, first in location.rows.runs(box.start[0], box.stop[0]):
+            low = (*location.lead, first, *box.start[1:])
+            high = (*(index + 1 for index in location.lead), first + stop - start, *box.stop[1:])
+            values = self.folder.read(key, Box(low, high))
+            pieces.append(values.reshape(stop - start, *box.shape[1:]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _add_layer(self, layer: int) -> None:
+        """The places of a layer."""
+        modules = TABLES["attention"]
+        modules = modules | TABLES["moe" if self._shape.has_experts(layer) else "mlp"]
+        by_parts: dict[tuple[str, ...], list[str]] = {}
+        for module, parts in modules.items():
+            by_parts.setdefault(tuple(parts), []).append(module)
+        for parts, names in by_parts.items():
+            others = [*names, *TABLES["other_names"].get(names[0], [])]
+            num_groups = self._shape.query_groups if len(parts) == 3 else 1
+            ours = [f"layers.{layer}.{part}" for part in parts]
+            self._add_module(others, ours, lead=(layer,), num_groups=num_groups)
+        bias = "mlp.router.expert_bias"
+        name = f"router/layers.{layer}.{bias}"
+        if name in self.sizes:
+            self._add_places([bias], {name: self.sizes[name]}, lead=(layer,), num_groups=1)
+
+    def _add_module(
+        self, modules: Sequence[str], parts: Sequence[str], *, lead: Shape, num_groups: int = 1
+    ) -> None:
+        """The places of weights and biases of modules of ours in one of theirs."""
+        for leaf in LEAVES:
+            sizes = {}
+            for part in parts:
+                name = f"model/{part}{leaf}"
+                if name in self.sizes:
+                    sizes[name] = self.sizes[name]
+            if sizes:
+                keys = [module + leaf for module in modules]
+                self._add_places(keys, sizes, lead=lead, num_groups=num_groups)
+
+    def _add_places(
+        self, keys: Sequence[str], sizes: Mapping[str, Shape], *, lead: Shape, num_groups: int
+    ) -> None:
+        """The places of tensors whose rows alternate by group in one tensor there."""
+        num_experts = 1
+        numbered: list[int | None] = [None]
+        own_sizes = dict(sizes)
+        if keys[0].startswith(EXPERTS):
+            num_experts = next(iter(sizes.values()))[0]
+            numbered = list(range(num_experts))
+            own_sizes = {name: size[1:] for name, size in sizes.items()}
+        num_rows = sum(size[0] for size in own_sizes.values())
+        columns = next(iter(own_sizes.values()))[1:]
+        for expert in numbered:
+            found = self._find_key(keys, lead=lead, expert=expert)
+            if found is None:
+                self._missing.append(keys[0])
+                return
+            key, front = found
+            first = 0
+            for name, size in own_sizes.items():
+                per_group = size[0] // num_groups
+                rows = Rows(first, per_group, num_rows // num_groups)
+                location = Location(key, front, rows, (num_rows, *columns))
+                self.locations[name] = (*self.locations.get(name, ()), location)
+                first += per_group
+
+    def _find_key(
+        self, keys: Sequence[str], *, lead: Shape, expert: int | None
+    ) -> tuple[str, Shape] | None:
+        """The key that the checkpoint has, and the indices of its dims in front."""
+        found = []
+        for key in keys:
+            for layers, front in layer_prefixes(lead):
+                for own, index in expert_names(key, expert):
+                    full = f"{self._prefix}{layers}{own}"
+                    if full in self.folder.tensors:
+                        found.append((full, front + index))
+        self._copies.update(key for key, _ in found)
+        return found[0] if found else None
+
+    def _check(self) -> None:
+        """Check that both have the same tensors, in the same shapes."""
+        complaints = []
+        if self._missing:
+            complaints.append(f"missing: {list_some(self._missing)}")
+        wrong = []
+        for locations in self.locations.values():
+            for location in locations:
+                size = self.folder.tensors[location.key].shape
+                if size[len(location.lead) :] != location.shape:
+                    wrong.append(f"{location.key} is {size} and should end in {location.shape}")
+        if wrong:
+            complaints.append(f"mis-shaped: {list_some(wrong)}")
+        others = [key for key in self.folder.tensors if key not in self._copies and is_weight(key)]
+        if others:
+            complaints.append(f"unknown: {list_some(others)}")
+        if complaints:
+            raise CheckpointError(
+                f"the tensors in {self.folder.folder} are not those of the model that its "
+                "arguments describe",
+                why="; ".join(complaints),
+                fix="the model has parts that are not imported, or the arguments are of another "
+                "run",
+            )
+
+
+def find_prefix(folder: TorchDistFolder) -> str:
+    """What the keys of weights have in front, as "module." of a model that was not unwrapped.
+
+    Raises:
+        CheckpointError: there is no word embedding.
+    """
+    for key in folder.tensors:
+        if key.endswith(EMBEDDING) and is_weight(key):
+            return key.removesuffix(EMBEDDING)
+    raise CheckpointError(
+        f"{folder.folder} has no tensor {EMBEDDING}",
+        why=f"it has {count_of(len(folder.tensors), 'tensor')}, and a GPT has a word embedding",
+        fix="use a checkpoint of a GPT",
+    )
+
+
+def is_weight(key: str) -> bool:
+    """Whether a key is that of a weight, not of optimizer or random state."""
+    return f".{STATE}" not in f".{key}" and "rng_state" not in key and "_extra_state" not in key
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of ours has a dim of experts."""
+    return ".mlp.experts." in name
+
+
+def layer_prefixes(lead: Shape) -> list[tuple[str, Shape]]:
+    """The beginnings of keys of a layer: with all layers in a tensor, and with one."""
+    if not lead:
+        return [("", ())]
+    return [("decoder.layers.", lead), (f"decoder.layers.{lead[0]}.", ())]
+
+
+def expert_names(key: str, expert: int | None) -> list[tuple[str, Shape]]:
+    """The keys of an expert: with all experts in a tensor, and with one."""
+    if expert is None:
+        return [(key, ())]
+    own = key.replace(EXPERTS, f"{EXPERTS}{expert}.", 1)
+    return [(key, (expert,)), (own, ())]
+
+
+def list_some(items: Sequence[str]) -> str:
+    """The first items, and the number of the others."""
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more

@@ -1,0 +1,75 @@
+"""Stored arguments become a configuration; what has no place here is refused by its name."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanotrain.config.config import Config
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.arguments import config_of_arguments
+from tests.interop.megatron.training import CASES, ROWS, arguments_of
+
+
+def config_of(name: str = "tp2", *, num_rows: int = ROWS, **changes: Any) -> Config:
+    arguments = vars(arguments_of(CASES[name], samples=16)) | changes
+    return config_of_arguments(arguments, num_rows=num_rows).config
+
+
+def test_a_llama() -> None:
+    config = config_of()
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 16, 4)
+    assert (model.activation, model.normalization) == ("swiglu", "RMSNorm")
+    assert (model.position_embedding_type, model.num_query_groups) == ("rope", 2)
+    assert model.untie_embeddings_and_output_weights and not model.add_bias_linear
+    assert (config.optim.lr, config.optim.adam_beta2, config.optim.weight_decay) == (
+        1e-2,
+        0.95,
+        0.1,
+    )
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (8, 2)
+    assert config.data.seq_length == 12
+
+
+def test_the_defaults_of_megatron_are_meant() -> None:
+    model = config_of("gpt2").model
+    assert (model.activation, model.add_bias_linear) == ("gelu", True)
+    assert model.num_query_groups is None  # its argument is 1 without --group-query-attention
+    assert config_of("gpt2", bias_gelu_fusion=True).model.activation == "gelu_tanh"
+    assert config_of("gpt2", squared_relu=True).model.activation == "squared_relu"
+
+
+def test_the_vocabulary_is_that_of_the_logits() -> None:
+    arguments = vars(arguments_of(CASES["tp2"], samples=16))
+    result = config_of_arguments(arguments, num_rows=ROWS)
+    assert (result.config.model.vocab_size, result.config.model.padded_vocab_size) == (48, 48)
+    assert any("48, the padded size" in note for note in result.notes)
+    assert config_of(num_rows=47).model.padded_vocab_size == 47
+
+
+def test_data_types_and_lists() -> None:
+    assert config_of(bf16=True, params_dtype=torch.bfloat16).precision.params_dtype == "bf16"
+    model = config_of("moe", moe_layer_freq=[0, 1]).model
+    assert model.moe_layers == (False, True)
+    assert config_of(window_size=(5, 0)).model.window_size == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"fp32_residual_connection": True}, "fp32-residual-connection"),
+        ({"num_layers": "many"}, "num_layers"),
+        ({"hidden_size": 17}, "hidden_size"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay False"),
+    ],
+)
+def test_what_has_no_place_here_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        config_of(**changes)
+
+
+def test_arguments_must_be_there() -> None:
+    with pytest.raises(CheckpointError, match="has no arguments"):
+        config_of_arguments({}, num_rows=ROWS)

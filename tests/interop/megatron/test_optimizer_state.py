@@ -1,0 +1,66 @@
+"""Counters of optimizers in the forms in which megatron-core stores them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.folder import CommonState
+from nanotrain.interop.megatron.optimizer_state import read_counters, refuse_other_forms
+
+
+def counters_of(optimizer: Any, **state: Any) -> Any:
+    folder: Any = SimpleNamespace(folder=Path("iter_0000009"), objects={}, tensors={})
+    return read_counters(folder, CommonState({}, 9, {"optimizer": optimizer} | state))
+
+
+SCALER = {
+    "scale": torch.tensor([4096.0]),
+    "growth_tracker": 3,
+    "hysteresis_tracker": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [{"lr": 0.1}]},
+        {"optimizer": {"state": {"common_step": 7}, "param_groups": []}},
+        {"optimizer": {"param_groups": [{"step": 7}, {"step": 7.0}]}},
+        {0: {"optimizer": {"param_groups": [{"step": 7}]}}, 1: {"optimizer": {}}},
+        [{"optimizer": {"param_groups": [{"step": 7}]}}],
+    ],
+)
+def test_the_number_of_updates(optimizer: Any) -> None:
+    assert counters_of(optimizer).num_updates == 7
+
+
+def test_the_loss_scale() -> None:
+    scale = counters_of({"optimizer": {}, "grad_scaler": SCALER}).loss_scale
+    assert scale == {"scale": 4096.0, "is_dynamic": True, "clean_steps": 3, "overflows_left": 2}
+    assert counters_of({}).loss_scale is None
+    assert counters_of({}).num_updates == 9  # the step
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"param_groups": [{"step": 7}, {"step": 8}]},
+        {"param_groups": [{"step": -1}]},
+        {"grad_scaler": {"scale": float("nan")}},
+        {"grad_scaler": 3},
+    ],
+)
+def test_what_is_no_counter_is_one_error(optimizer: Any) -> None:
+    with pytest.raises(CheckpointError, match="counters of the optimizer in iter_0000009"):
+        counters_of(optimizer)
+
+
+def test_buffers_of_a_layout_are_refused_by_name() -> None:
+    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param"
+    folder: Any = SimpleNamespace(folder=Path("iter"), objects={}, tensors={key: None})
+    with pytest.raises(CheckpointError, match="fully-reshardable"):
+        refuse_other_forms(folder)

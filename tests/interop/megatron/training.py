@@ -1,0 +1,348 @@
+"""Megatron-core trains small models on the CPU and saves them, for the import of its checkpoints.
+
+train_cases(ctx, root, names)    for run_ranks with processes: its layouts and its patches are global
+
+There is no GPU, so tensors for one are put on the CPU; without transformer-engine its layers are the
+local ones. Samples are the tokens of `tokens()` in order, two per microbatch.
+"""
+
+import contextlib
+import multiprocessing
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import gelu, silu
+from torch.overrides import TorchFunctionMode
+
+SEQ_LENGTH, GLOBAL_BATCH, MICRO_BATCH, ROWS, VOCAB_SIZE = 12, 8, 2, 48, 40
+SAVED, STEPS = 2, 7
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 32}
+LLAMA = {"normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2}
+LLAMA_ARGUMENTS = LLAMA | {
+    "swiglu": True,
+    "group_query_attention": True,
+    "position_embedding_type": "rope",
+}
+LLAMA_ARGUMENTS |= {"untie_embeddings_and_output_weights": True}
+SWIGLU = {"gated_linear_unit": True, "activation_func": silu}
+ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+LEARNED = {
+    "position_embedding_type": "learned_absolute",
+    "share_embeddings_and_output_weights": True,
+}
+GPT2_ARGUMENTS = {"position_embedding_type": "learned_absolute", "bias_gelu_fusion": False}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+MOE |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
+MOE_ARGUMENTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+MOE_ARGUMENTS |= {"moe_router_load_balancing_type": "none"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of megatron-core."""
+
+    config: dict[str, Any] = field(default_factory=lambda: LLAMA | SWIGLU)  # of TransformerConfig
+    model: dict[str, Any] = field(default_factory=lambda: ROPE)  # of GPTModel
+    # arguments of the training program that describe the same model
+    arguments: dict[str, Any] = field(default_factory=lambda: LLAMA_ARGUMENTS)
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    form: str | None = None  # of the state of the distributed optimizer; None: without one
+    bucket_size: int | None = None
+
+
+MOE_CASE = {"config": LLAMA | SWIGLU | MOE, "arguments": LLAMA_ARGUMENTS | MOE_ARGUMENTS}
+CASES = {
+    "tp2": Case(tp=2),
+    "pp2": Case(pp=2),
+    "vpp2": Case(
+        config=LLAMA | SWIGLU | {"num_layers": 4},
+        arguments=LLAMA_ARGUMENTS | {"num_layers": 4},
+        pp=2,
+        vpp=2,
+    ),
+    "gpt2": Case(config={"activation_func": gelu}, model=LEARNED, arguments=GPT2_ARGUMENTS, tp=2),
+    "fully_reshardable": Case(form="fully_reshardable"),
+    "moe": Case(**MOE_CASE, ep=2),
+}
+
+
+class OnCPU(TorchFunctionMode):
+    """Puts tensors for a GPU on the CPU, and calls their type that of a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (2000,), generator=torch.Generator().manual_seed(3))
+
+
+def arguments_of(case: Case, *, samples: int) -> Namespace:
+    """What the training program of Megatron-LM stores, as far as it matters here."""
+    stored = SIZES | {
+        "max_position_embeddings": SEQ_LENGTH,
+        "seq_length": SEQ_LENGTH,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": 16,
+        "vocab_size": VOCAB_SIZE,
+        "padded_vocab_size": ROWS,
+        "micro_batch_size": MICRO_BATCH,
+        "global_batch_size": GLOBAL_BATCH,
+        "train_iters": 20,
+        "lr": 1e-2,
+        "min_lr": 1e-3,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 2,
+        "lr_warmup_samples": 0,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "params_dtype": torch.float32,
+        "num_query_groups": 1,  # its default
+        "tensor_model_parallel_size": case.tp,
+        "consumed_train_samples": samples,
+        "data_path": None,
+        "rotary_interleaved": False,
+        "spec": None,
+        "ckpt_format": "torch_dist",
+    }
+    return Namespace(**stored | case.arguments)
+
+
+def patch_for_cpu() -> None:
+    """Megatron-core 0.16 without a GPU, transformer-engine and psutil."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.Stream = lambda *_, **__: None
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    moe_utils.te_general_gemm = None
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
+    filesystem_async._process_memory = lambda: 0
+    # it forks writers, which a rank of the harness may not
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+def numbers_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """The numbers of tokens as the host has them after a copy from a GPU."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        value = getattr(dispatcher, name)
+        if isinstance(value, torch.Tensor):
+            setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert
+
+
+class Training:
+    """One case on this rank: models, optimizer and schedule."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer import TransformerConfig
+
+        self.case = case
+        parallel_state.initialize_model_parallel(
+            case.tp,
+            case.pp,
+            virtual_pipeline_model_parallel_size=case.vpp,
+            expert_model_parallel_size=case.ep,
+        )
+        torch.manual_seed(1 + parallel_state.get_pipeline_model_parallel_rank())
+        self.config = TransformerConfig(
+            **SIZES | case.config,
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            virtual_pipeline_model_parallel_size=case.vpp,
+            expert_model_parallel_size=case.ep,
+            pipeline_dtype=torch.float32,
+            params_dtype=torch.float32,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            finalize_model_grads_func=finalize_model_grads,
+            bias_activation_fusion=False,
+            batch_p2p_comm=False,  # gloo would confuse both directions between two ranks
+        )
+        self.models = [self.build_model(stage) for stage in range(case.vpp or 1)]
+        self.build_optimizer()
+
+    def build_model(self, stage: int) -> Any:
+        from megatron.core import parallel_state as ps
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        vp_stage = stage if self.case.vpp else None
+        spec = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=False, vp_stage=vp_stage
+        )
+        model = GPTModel(
+            self.config,
+            spec,
+            vocab_size=ROWS,
+            max_sequence_length=SEQ_LENGTH,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            **self.case.model,
+        )
+        options = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.case.form is not None,
+            bucket_size=self.case.bucket_size,
+            overlap_grad_reduce=self.case.bucket_size is not None,
+        )
+        return DistributedDataParallel(self.config, options, model)
+
+    def build_optimizer(self) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-3,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            clip_grad=1.0,
+            use_distributed_optimizer=self.case.form is not None,
+            params_dtype=torch.float32,
+        )
+        self.optimizer = get_megatron_optimizer(options, self.models)
+        samples = GLOBAL_BATCH * 20
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=1e-2,
+            min_lr=1e-3,
+            lr_warmup_steps=GLOBAL_BATCH * 2,
+            lr_decay_steps=samples,
+            lr_decay_style="cosine",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=samples,
+            wd_incr_style="constant",
+        )
+
+    def microbatches(self, step: int) -> Iterator[torch.Tensor]:
+        """Samples of this rank in a step, [MICRO_BATCH, SEQ_LENGTH + 1]."""
+        from megatron.core import parallel_state
+
+        size = GLOBAL_BATCH // parallel_state.get_data_parallel_world_size()
+        first = step * GLOBAL_BATCH + parallel_state.get_data_parallel_rank() * size
+        stream = tokens()
+        for start in range(first, first + size, MICRO_BATCH):
+            begins = [SEQ_LENGTH * sample for sample in range(start, start + MICRO_BATCH)]
+            yield torch.stack([stream[begin : begin + SEQ_LENGTH + 1] for begin in begins])
+
+    def step(self, number: int) -> tuple[float | None, float]:
+        """One step: the loss over the global batch, where this rank has it, and the norm."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        samples = [self.microbatches(number) for _ in self.models]
+        num_ranks = parallel_state.get_data_parallel_world_size()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=samples if self.case.vpp else samples[0],
+            model=self.models if self.case.vpp else self.models[0],
+            num_microbatches=GLOBAL_BATCH // num_ranks // MICRO_BATCH,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        self.schedule.step(GLOBAL_BATCH)
+        if not losses:
+            return None, float(norm)
+        loss = torch.stack([row["loss"] for row in losses]).mean()
+        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        return float(loss) / num_ranks, float(norm)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Save as the training program does."""
+        from megatron.core import dist_checkpointing, parallel_state
+
+        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self.case.form is not None:
+            content["distrib_optim_sharding_type"] = self.case.form
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = content | {"dp_cp_group": group}
+        state: dict[str, Any] = {
+            "args": arguments_of(self.case, samples=step * GLOBAL_BATCH),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+        }
+        for index, model in enumerate(self.models):
+            name = f"model{index}" if self.case.vpp else "model"
+            state[name] = model.module.sharded_state_dict(metadata=metadata)
+        state["optimizer"] = self.optimizer.sharded_state_dict(state, metadata=metadata)
+        state["opt_param_scheduler"] = self.schedule.state_dict()
+        target = folder / f"iter_{step:07d}"
+        target.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(state, str(target), content_metadata=content)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(samples)
+    positions = torch.arange(SEQ_LENGTH)[None].expand(len(batch), -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH).triu(1).bool()
+    inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    output = model(inputs, positions, mask, labels=labels)
+
+    def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+
+    return output, loss_func
+
+
+def train_cases(ctx: Any, root: Path, names: list[str]) -> dict[str, list[Any]]:
+    """Train every case for STEPS steps, saved after SAVED and after all; loss and norm by step."""
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    patch_for_cpu()
+    rows = {}
+    with OnCPU():
+        for name in names:
+            training = Training(CASES[name])
+            rows[name] = []
+            for number in range(STEPS):
+                rows[name].append(training.step(number))
+                if number + 1 == SAVED:
+                    training.save(root / name, SAVED)
+            training.save(root / f"{name}-end", STEPS)
+            parallel_state.destroy_model_parallel()
+    return rows
