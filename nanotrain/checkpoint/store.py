@@ -43,6 +43,8 @@ from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
 NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _NAME = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<ending>.*))?")  # name of a folder
+# files of a folder of Megatron-LM, and of a step in it
+MEGATRON_FILES = ("latest_checkpointed_iteration.txt", "common.pt")
 LEFTOVER = ("tmp", "deleted", "was replaced")
 # as `to_json` writes it; JSON text has no line break in a value
 _RECORDS = re.compile(rb',\s*"tensors": \{\n')
@@ -278,6 +280,12 @@ def named_checkpoint(path: Path) -> Path:
             f"{path} is a Hugging Face folder",
             why="it has a config.json and no manifest",
             fix=f"--pretrained-checkpoint {path} starts a run from its weights",
+        )
+    if any((path / name).is_file() for name in MEGATRON_FILES):
+        raise CheckpointError(
+            f"{path} is a checkpoint of Megatron-LM",
+            why="it has no manifest",
+            fix=f"nanotrain checkpoint import-megatron {path} FOLDER, then --load FOLDER",
         )
     raise CheckpointError(
         f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES

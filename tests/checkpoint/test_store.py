@@ -363,3 +363,10 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     assert [path.name for path in commit.set_aside_after(folder, 20)] == [
         "step-00000030.superseded-2"
     ]
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "common.pt"])
+def test_a_checkpoint_of_megatron_lm_is_named_with_its_import(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(CheckpointError, match="of Megatron-LM.*checkpoint import-megatron"):
+        store.find_manifest(tmp_path)
