@@ -8,6 +8,7 @@ Megatron-LM would have taken. One chunk is in memory at a time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments
+from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
     CommonState,
     find_step_folder,
@@ -28,8 +30,9 @@ from nanotrain.interop.megatron.folder import (
     require_torch_dist,
 )
 from nanotrain.interop.megatron.optimizer_state import (
+    MOMENTS,
     Counters,
-    StateKeys,
+    State,
     find_state,
     read_counters,
 )
@@ -53,7 +56,7 @@ class MegatronCheckpoint:
     common: CommonState
     imported: ImportedConfig
     placement: Placement
-    state: StateKeys | None  # None: weights alone
+    state: State | None  # None: weights alone
     counters: Counters
 
     @property
@@ -64,22 +67,21 @@ class MegatronCheckpoint:
             shapes[name] = (size, "fp32")
             if self.state is None or not name.startswith(WEIGHTS):
                 continue
-            for moment in self.state.moments:
+            for moment in MOMENTS:
                 shapes[f"{STATE}{moment}/{name.removeprefix(WEIGHTS)}"] = (size, "fp32")
         return shapes
 
     def read(self, chunk: ChunkWrite) -> Tensor:
         """The values of a chunk of our checkpoint."""
         name = chunk.source.name
-        beginnings: Mapping[str, str] = {}
-        if self.state is not None:
-            beginnings = self.state.main
+        if self.state is None or not name.startswith((WEIGHTS, STATE)):
+            return self.placement.read(name, chunk.box).float()
+        kind = MAIN
         if name.startswith(STATE):
-            assert self.state is not None, "a checkpoint without state has no moments"
-            moment, _, parameter = name.removeprefix(STATE).partition("/")
-            beginnings = self.state.moments[moment]
+            kind, _, parameter = name.removeprefix(STATE).partition("/")
             name = f"{WEIGHTS}{parameter}"
-        return self.placement.read(name, chunk.box, beginnings=beginnings).float()
+        read = partial(self.state.read, kind=kind)
+        return self.placement.read(name, chunk.box, read=read).float()
 
 
 @progress("importing")
@@ -124,7 +126,9 @@ def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
     embedding = tensors.tensors[find_prefix(tensors) + EMBEDDING]
     imported = config_of_arguments(common.arguments, num_rows=embedding.shape[0])
     placement = Placement(imported.config.model, tensors)
-    state = find_state(tensors, placement) if optim else None
+    state = None
+    if optim:
+        state = find_state(tensors, placement, arguments=common.arguments)
     counters = Counters()
     if state is not None:
         require_adam(imported.config)

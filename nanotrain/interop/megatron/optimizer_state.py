@@ -1,10 +1,12 @@
 """The state of the optimizer in a checkpoint of Megatron-LM.
 
     find_state      where main parameters and moments are; None without them
+    KeyedState      state with a tensor per weight
     read_counters   updates, loss scale and position of the schedules
 
 Main parameters and moments have the keys of the weights behind optimizer.state.NAME., for the
 optimizers without sharding and for the distributed one with --dist-ckpt-optim-fully-reshardable.
+Otherwise the distributed optimizer stores its buckets, `buckets.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,26 +14,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
 from nanotrain.interop.megatron.folder import CommonState
 from nanotrain.interop.megatron.placement import Placement
 from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import finite_number, plain_text, whole_number
 
 # beginnings of the keys of main parameters, by the optimizer that writes them: with fp32 model
 # parameters, no one does
-MAIN = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+MAIN_KEYS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 MOMENTS = {"exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
 CHAINED = 64  # optimizers in a chain
 
 
 @dataclass(frozen=True)
-class StateKeys:
-    """Beginnings of the keys of the state of every weight, by the key of the weight."""
+class KeyedState:
+    """State with the keys of the weights behind a beginning."""
 
-    main: Mapping[str, str]  # of main parameters; "" where the weight is its own
-    moments: Mapping[str, Mapping[str, str]]  # by the name of the moment
+    folder: TorchDistFolder
+    # the beginning of a key by the key of the weight, by kind of state; main parameters that are
+    # the weights themselves have none
+    beginnings: Mapping[str, Mapping[str, str]]
+
+    def read(self, key: str, box: Box, *, kind: str) -> Tensor:
+        """One box of the state of a weight.
+
+        Args:
+            key: key of the weight.
+            box: the box.
+            kind: param, exp_avg or exp_avg_sq.
+        """
+        return self.folder.read(self.beginnings[kind].get(key, "") + key, box)
+
+
+State = KeyedState | BucketState
 
 
 @dataclass
@@ -44,34 +64,38 @@ class Counters:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_state(folder: TorchDistFolder, placement: Placement) -> StateKeys | None:
+def find_state(
+    folder: TorchDistFolder, placement: Placement, *, arguments: Mapping[str, Any]
+) -> State | None:
     """Where the state of all weights is; None for a checkpoint without one.
 
     Raises:
         CheckpointError: it has the state of some weights only, or in a form that is not read.
     """
-    moments: dict[str, dict[str, str]] = {name: {} for name in MOMENTS}
-    main = {}
+    if has_buckets(folder):
+        return BucketState(folder, placement, arguments=arguments)
+    beginnings: dict[str, dict[str, str]] = {kind: {} for kind in (MAIN, *MOMENTS)}
     missing = []
     for key in placement.stored_keys:
-        main[key] = _find_beginning(folder, key, beginnings=MAIN) or ""
-        for name, beginning in MOMENTS.items():
+        main = _find_beginning(folder, key, beginnings=MAIN_KEYS)
+        if main is not None:
+            beginnings[MAIN][key] = main
+        for kind, beginning in MOMENTS.items():
             found = _find_beginning(folder, key, beginnings=[beginning])
-            if found is None:
+            if found is not None:
+                beginnings[kind][key] = found
+            elif not key.endswith("expert_bias"):
                 missing.append(f"{beginning}{key}")
-            else:
-                moments[name][key] = found
-    if not moments["exp_avg"]:
+    if not beginnings["exp_avg"]:
         refuse_other_forms(folder)
         return None
-    trained = [key for key in missing if not key.endswith("expert_bias")]
-    if trained:
+    if missing:
         raise CheckpointError(
             f"{folder.folder} has the state of the optimizer for some weights only",
-            why=f"{trained[0]} is missing",
+            why=f"{missing[0]} is missing",
             fix="import the weights alone, with --no-optim",
         )
-    return StateKeys(main, moments)
+    return KeyedState(folder, beginnings)
 
 
 def refuse_other_forms(folder: TorchDistFolder) -> None:
@@ -84,7 +108,7 @@ def refuse_other_forms(folder: TorchDistFolder) -> None:
         if "optimizer.distributed." in key:
             raise CheckpointError(
                 f"the state of the optimizer in {folder.folder} cannot be read",
-                why=f"{plain_text(key)} is a buffer in the layout of the run that saved it",
+                why=f"{plain_text(key)} is of an earlier form",
                 fix="save it with --dist-ckpt-optim-fully-reshardable, or import the weights "
                 "alone, with --no-optim",
             )
@@ -112,7 +136,7 @@ def read_counters(folder: TorchDistFolder, common: CommonState) -> Counters:
     """
     states = optimizer_states(common.state.get("optimizer"))
     for key in folder.objects:
-        if key.startswith("optimizer.distributed.") and ".optimizer/" in key:
+        if "optimizer.distributed." in key and ".optimizer/" in key:
             states += optimizer_states(folder.read_object(key))
     try:
         steps = {step for state in states for step in steps_of(state)}

@@ -8,7 +8,7 @@ another (gate and up of an MLP), or by query group (queries, keys and values). I
 a dim of layers and one of experts; other checkpoints have the number in the key instead.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,10 @@ from nanotrain.spec.boxes import Box
 from nanotrain.spec.shape import ModelShape
 
 Shape = tuple[int, ...]
+Read = Callable[[str, Box], Tensor]  # a box of a tensor there, by its key
 EXPERTS = "mlp.experts.experts."
 EMBEDDING = "embedding.word_embeddings.weight"
 STATE = "optimizer."  # beginning of the keys of optimizer state
-NO_STATE: Mapping[str, str] = {}
 SHOWN = 4  # keys that an error lists
 
 
@@ -78,7 +78,7 @@ class Placement:
         self.folder = folder
         self.sizes = checkpoint_shapes(model_config)
         self._shape = ModelShape.of(model_config)
-        self._prefix = find_prefix(folder)
+        self.prefix = find_prefix(folder)
         self.locations: dict[str, tuple[Location, ...]] = {}
         self._missing: list[str] = []
         self._copies: set[str] = set()  # keys that were found, also those beside the first
@@ -88,26 +88,32 @@ class Placement:
             self._add_layer(layer)
         self._check()
 
-    def read(self, name: str, box: Box, *, beginnings: Mapping[str, str] = NO_STATE) -> Tensor:
+    def read(self, name: str, box: Box, *, read: Read | None = None) -> Tensor:
         """One box of a tensor of ours.
 
         Args:
             name: name of the tensor in our checkpoints.
             box: the box.
-            beginnings: beginning of the key of the state of the optimizer that is read in place of
-                a weight, by the key of the weight.
+            read: returns a box of what is read in place of a weight, by the key of the weight;
+                None: the weight.
 
         Raises:
             CheckpointError: a chunk is damaged.
         """
+        read = read or self.folder.read
         locations = self.locations[name]
         if not is_expert(name):
-            return self._read_rows(locations[0], box, beginnings=beginnings)
+            return read_rows(locations[0], box, read=read)
         experts = []
         inner = Box(box.start[1:], box.stop[1:])
         for expert in range(box.start[0], box.stop[0]):
-            experts.append(self._read_rows(locations[expert], inner, beginnings=beginnings))
+            experts.append(read_rows(locations[expert], inner, read=read))
         return torch.stack(experts)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._shape.num_layers
 
     @property
     def stored_keys(self) -> list[str]:
@@ -116,16 +122,6 @@ class Placement:
         for locations in self.locations.values():
             keys |= dict.fromkeys(location.key for location in locations)
         return list(keys)
-
-    def _read_rows(self, location: Location, box: Box, *, beginnings: Mapping[str, str]) -> Tensor:
-        key = beginnings.get(location.key, "") + location.key
-        pieces = []
-        for start, stop, first in location.rows.runs(box.start[0], box.stop[0]):
-            low = (*location.lead, first, *box.start[1:])
-            high = (*(index + 1 for index in location.lead), first + stop - start, *box.stop[1:])
-            values = self.folder.read(key, Box(low, high))
-            pieces.append(values.reshape(stop - start, *box.shape[1:]))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _add_layer(self, layer: int) -> None:
         """The places of a layer."""
@@ -193,7 +189,7 @@ class Placement:
         for key in keys:
             for layers, front in layer_prefixes(lead):
                 for own, index in expert_names(key, expert):
-                    full = f"{self._prefix}{layers}{own}"
+                    full = f"{self.prefix}{layers}{own}"
                     if full in self.folder.tensors:
                         found.append((full, front + index))
         self._copies.update(key for key, _ in found)
@@ -223,6 +219,17 @@ class Placement:
                 fix="the model has parts that are not imported, or the arguments are of another "
                 "run",
             )
+
+
+def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
+    """One box of a tensor of ours, or of one expert of it, from the rows that it has there."""
+    pieces = []
+    for start, stop, first in location.rows.runs(box.start[0], box.stop[0]):
+        low = (*location.lead, first, *box.start[1:])
+        high = (*(index + 1 for index in location.lead), first + stop - start, *box.stop[1:])
+        values = read(location.key, Box(low, high))
+        pieces.append(values.reshape(stop - start, *box.shape[1:]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def find_prefix(folder: TorchDistFolder) -> str:

@@ -55,6 +55,11 @@ class Case:
     ep: int = 1
     form: str | None = None  # of the state of the distributed optimizer; None: without one
     bucket_size: int | None = None
+    is_bf16: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_bf16 else torch.float32
 
 
 MOE_CASE = {"config": LLAMA | SWIGLU | MOE, "arguments": LLAMA_ARGUMENTS | MOE_ARGUMENTS}
@@ -69,7 +74,18 @@ CASES = {
     ),
     "gpt2": Case(config={"activation_func": gelu}, model=LEARNED, arguments=GPT2_ARGUMENTS, tp=2),
     "fully_reshardable": Case(form="fully_reshardable"),
+    "dp_reshardable": Case(form="dp_reshardable", bucket_size=2000),
+    "dp_reshardable_pp2": Case(
+        config={"activation_func": gelu},
+        model=LEARNED,
+        arguments=GPT2_ARGUMENTS,
+        pp=2,
+        form="dp_reshardable",
+    ),
+    "moe_buckets": Case(**MOE_CASE, ep=2, form="dp_reshardable"),
     "moe": Case(**MOE_CASE, ep=2),
+    "bf16": Case(tp=2, is_bf16=True),
+    "bf16_buckets": Case(form="dp_reshardable", is_bf16=True),
 }
 
 
@@ -113,9 +129,14 @@ def arguments_of(case: Case, *, samples: int) -> Namespace:
         "weight_decay": 0.1,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
-        "params_dtype": torch.float32,
+        "params_dtype": case.dtype,
+        "bf16": case.is_bf16,
         "num_query_groups": 1,  # its default
         "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "expert_model_parallel_size": case.ep,
+        "transformer_impl": "local",
         "consumed_train_samples": samples,
         "data_path": None,
         "rotary_interleaved": False,
@@ -174,8 +195,9 @@ class Training:
             pipeline_model_parallel_size=case.pp,
             virtual_pipeline_model_parallel_size=case.vpp,
             expert_model_parallel_size=case.ep,
-            pipeline_dtype=torch.float32,
-            params_dtype=torch.float32,
+            pipeline_dtype=case.dtype,
+            params_dtype=case.dtype,
+            bf16=case.is_bf16,
             use_cpu_initialization=True,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -194,6 +216,7 @@ class Training:
         )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.transformer.module import Float16Module
 
         vp_stage = stage if self.case.vpp else None
         spec = get_gpt_decoder_block_spec(
@@ -209,6 +232,8 @@ class Training:
             vp_stage=vp_stage,
             **self.case.model,
         )
+        if self.case.is_bf16:
+            model = Float16Module(self.config, model)
         options = DistributedDataParallelConfig(
             use_distributed_optimizer=self.case.form is not None,
             bucket_size=self.case.bucket_size,
@@ -230,7 +255,8 @@ class Training:
             adam_eps=1e-8,
             clip_grad=1.0,
             use_distributed_optimizer=self.case.form is not None,
-            params_dtype=torch.float32,
+            params_dtype=self.case.dtype,
+            bf16=self.case.is_bf16,
         )
         self.optimizer = get_megatron_optimizer(options, self.models)
         samples = GLOBAL_BATCH * 20
@@ -302,7 +328,8 @@ class Training:
         }
         for index, model in enumerate(self.models):
             name = f"model{index}" if self.case.vpp else "model"
-            state[name] = model.module.sharded_state_dict(metadata=metadata)
+            bare = model.module.module if self.case.is_bf16 else model.module
+            state[name] = bare.sharded_state_dict(metadata=metadata)
         state["optimizer"] = self.optimizer.sharded_state_dict(state, metadata=metadata)
         state["opt_param_scheduler"] = self.schedule.state_dict()
         target = folder / f"iter_{step:07d}"

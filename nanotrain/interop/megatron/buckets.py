@@ -1,0 +1,343 @@
+"""State of Megatron-LM's distributed optimizer in the buckets of the run that saved it.
+
+    BucketState   where every parameter lies in the buckets (`dp_reshardable`), and boxes of them
+
+A rank has one flat buffer per model chunk, and one for its experts. Its parameters lie there from
+the last to the first, each at a multiple of 64 elements, in buckets that are tensors of the
+checkpoint:
+
+    optimizer.distributed.dp_group_idx_{model-parallel rank}.gbuf_idx_{chunk}.dtype_(...)
+        .bucket_idx_0.exp_avg
+
+The tensors of the model say how each weight is sharded over tensor parallelism, the arguments which
+layers a stage has. That every parameter begins where a chunk of its bucket begins, and that the
+parameters fill the buckets, is checked.
+
+Source: Megatron-LM, `param_and_grad_buffer.py` and `distrib_optimizer.py`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron.export import LEAVES, TABLES
+from nanotrain.interop.megatron.placement import EXPERTS, Location, Placement, is_expert
+from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.quantities import round_up
+from nanotrain.spec.boxes import Box
+from nanotrain.untrusted import whole_number
+
+ALIGNMENT = 64  # elements; a parameter begins at a multiple
+MAIN = "param"  # kind of the main parameters, beside exp_avg and exp_avg_sq
+BUCKET = re.compile(
+    r"(?:chained_(?P<chain>\d{1,2})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,6})"
+    r"\.gbuf_idx_(?P<buffer>\d{1,4})\.dtype_[^/]{1,80}\.bucket_idx_(?P<bucket>\d{1,6})\.param"
+)
+UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+class Weight(NamedTuple):
+    """A weight there: a key, and the indices of its dims in front."""
+
+    key: str
+    lead: tuple[int, ...]
+
+
+class BufferId(NamedTuple):
+    """A buffer: of which optimizer of a chain, model-parallel rank and model chunk."""
+
+    chain: int
+    group: int
+    buffer: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a weight that one model-parallel rank has, in a bucket."""
+
+    bucket: str  # key of the bucket, without the kind of state
+    start: int  # first element
+    pieces: tuple[Box, ...]  # boxes of the weight there, one after another
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of the run that saved the checkpoint."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    num_chunks: int  # model chunks of a rank
+    layers_per_chunk: int
+    has_local_layers: bool  # the order of parameters is that of the local modules
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any], num_layers: int) -> "Layout":
+        """The layout that the stored arguments describe.
+
+        Raises:
+            ValueError: an uneven one, or no numbers.
+        """
+        uneven = [name for name in UNEVEN if arguments.get(name)]
+        if uneven:
+            raise ValueError(f"{uneven[0]} is set, and stages of equal length are read")
+        tp = size_of(arguments, "tensor_model_parallel_size")
+        pp = size_of(arguments, "pipeline_model_parallel_size")
+        num_chunks = size_of(arguments, "virtual_pipeline_model_parallel_size")
+        if num_layers % (pp * num_chunks):
+            raise ValueError(f"{num_layers} layers are not {pp} x {num_chunks} equal stages")
+        etp = arguments.get("expert_tensor_parallel_size") or tp
+        return cls(
+            tp=tp,
+            pp=pp,
+            ep=size_of(arguments, "expert_model_parallel_size"),
+            etp=whole_number(etp, "expert_tensor_parallel_size", low=1),
+            num_chunks=num_chunks,
+            layers_per_chunk=num_layers // (pp * num_chunks),
+            has_local_layers=arguments.get("transformer_impl") == "local",
+        )
+
+    def layers(self, stage: int, chunk: int) -> range:
+        """The layers of a model chunk of a pipeline rank."""
+        first = (chunk * self.pp + stage) * self.layers_per_chunk
+        return range(first, first + self.layers_per_chunk)
+
+
+def size_of(arguments: Mapping[str, Any], name: str) -> int:
+    """The size of an axis; 1 where it is not set."""
+    return whole_number(arguments.get(name) or 1, name, low=1, high=1 << 20)
+
+
+def has_buckets(folder: TorchDistFolder) -> bool:
+    """Whether a checkpoint has state in buckets."""
+    return any(BUCKET.fullmatch(key) for key in folder.tensors)
+
+
+class BucketState:
+    """Where every weight lies in the buckets.
+
+    Args:
+        folder: the checkpoint.
+        placement: the tensors of its model.
+        arguments: its arguments.
+
+    Raises:
+        CheckpointError: the parameters do not lie in the buckets as they would in this layout.
+    """
+
+    def __init__(
+        self, folder: TorchDistFolder, placement: Placement, *, arguments: Mapping[str, Any]
+    ) -> None:
+        self.folder = folder
+        self._placement = placement
+        self._segments: dict[Weight, list[Segment]] = {}
+        self._locations: dict[str, Location] = {}
+        for locations in placement.locations.values():
+            for location in locations:
+                self._locations[location.key] = location
+        self._buffers = find_buffers(folder)
+        experts = [loc for name, loc in placement.locations.items() if is_expert(name)]
+        self._num_experts = max(map(len, experts), default=0)
+        try:
+            self._layout = Layout.from_arguments(arguments, placement.num_layers)
+            self._fill()
+            self._check()
+        except ValueError as error:
+            raise CheckpointError(
+                f"the buckets of the optimizer in {folder.folder} cannot be read",
+                why=str(error),
+                fix="save it with --dist-ckpt-optim-fully-reshardable, or import the weights "
+                "alone, with --no-optim",
+            ) from None
+
+    def read(self, key: str, box: Box, *, kind: str) -> Tensor:
+        """One box of the state of a weight.
+
+        Args:
+            key: key of the weight.
+            box: the box, within one layer and expert.
+            kind: param, exp_avg or exp_avg_sq.
+        """
+        num_lead = len(self._locations[key].lead)
+        lead = box.start[:num_lead]
+        target = torch.empty(box.shape)
+        for segment in self._segments[Weight(key, lead)]:
+            start = segment.start
+            for piece in segment.pieces:
+                shared = piece.intersect(box)
+                if shared is not None:
+                    bucket = f"{segment.bucket}.{kind}"
+                    values = self._read_piece(bucket, start, piece=piece, box=shared)
+                    target[shared.within(box).slices()] = values
+                start += piece.numel
+        return target
+
+    def _read_piece(self, key: str, start: int, *, piece: Box, box: Box) -> Tensor:
+        """A box of a piece that begins at an element of a bucket; whole rows of it are read."""
+        dims = [dim for dim, size in enumerate(piece.shape) if size != 1]
+        inner = box.within(piece)
+        row_dim = dims[0] if dims else 0
+        row_numel = piece.numel // piece.shape[row_dim]
+        first = start + inner.start[row_dim] * row_numel
+        last = start + inner.stop[row_dim] * row_numel
+        flat = self.folder.read(key, Box((first,), (last,))).float()
+        shape = list(piece.shape)
+        shape[row_dim] = box.shape[row_dim]
+        index = list(inner.slices())
+        index[row_dim] = slice(None)
+        return flat.view(shape)[tuple(index)]
+
+    def _fill(self) -> None:
+        """The segments of all buffers."""
+        layout = self._layout
+        chain = 0
+        for stage in range(layout.pp):
+            for chunk in range(layout.num_chunks):
+                weights = list(self._dense_weights(stage, chunk))
+                for rank in range(layout.tp):
+                    buffer = BufferId(chain, stage * layout.tp + rank, chunk)
+                    self._fill_buffer(buffer, weights, rank=rank, size=layout.tp)
+                self._fill_experts(stage, chunk)
+
+    def _fill_experts(self, stage: int, chunk: int) -> None:
+        """The segments of the experts of a stage."""
+        layout = self._layout
+        for expert_rank in range(layout.ep):
+            weights = list(self._expert_weights(stage, chunk, expert_rank=expert_rank))
+            for rank in range(layout.etp if weights else 0):
+                group = (stage * layout.ep + expert_rank) * layout.etp + rank
+                buffer = BufferId(1, group, chunk)
+                self._fill_buffer(buffer, weights, rank=rank, size=layout.etp)
+
+    def _fill_buffer(
+        self, buffer: BufferId, weights: Sequence[Weight], *, rank: int, size: int
+    ) -> None:
+        """The segments of a buffer, whose weights are in the order of the modules."""
+        buckets = self._buffers.get(buffer, [])
+        number = 0
+        cursor = 0
+        for weight in reversed(weights):
+            pieces = self._pieces(weight, rank=rank, size=size)
+            numel = sum(piece.numel for piece in pieces)
+            start = round_up(cursor, ALIGNMENT)
+            if number < len(buckets) and start + numel > buckets[number].numel:
+                number += 1
+                start = 0
+            if number == len(buckets):
+                raise ValueError(f"{weight.key} lies behind the buckets of rank {buffer.group}")
+            bucket = buckets[number]
+            if start not in bucket.edges:
+                raise ValueError(f"{weight.key} does not begin at element {start} of {bucket.key}")
+            segment = Segment(bucket.key, start, tuple(pieces))
+            self._segments.setdefault(weight, []).append(segment)
+            cursor = start + numel
+            if cursor == bucket.numel:
+                number += 1
+                cursor = 0
+        if number < len(buckets):
+            raise ValueError(f"{buckets[number].key} has elements of no known parameter")
+
+    def _pieces(self, weight: Weight, *, rank: int, size: int) -> list[Box]:
+        """The boxes of a weight that one of `size` ranks has."""
+        num_lead = len(weight.lead)
+        boxes = []
+        for box, _ in self.folder.tensors[weight.key].chunks:
+            if box.start[:num_lead] == weight.lead:
+                boxes.append(box)
+        boxes.sort(key=lambda box: box.start)
+        if len(boxes) == 1:  # replicated, or the only rank
+            return boxes
+        if len(boxes) % size or len(boxes) // size > 2:
+            raise ValueError(f"{weight.key} has {len(boxes)} chunks for {size} ranks")
+        return boxes[rank::size]  # gate and up have chunks of their own
+
+    def _dense_weights(self, stage: int, chunk: int) -> Iterator[Weight]:
+        """The weights of a stage that are not experts, in the order of its modules."""
+        layout = self._layout
+        is_last = stage == layout.pp - 1 and chunk == layout.num_chunks - 1
+        if stage == 0 and chunk == 0:
+            yield from self._end_weights(["embedding.word_embeddings."])
+            yield from self._end_weights(["embedding.position_embeddings."])
+        order = "local" if layout.has_local_layers else "transformer_engine"
+        for layer in layout.layers(stage, chunk):
+            for module in TABLES["bucket_order"][order]:
+                yield from self._layer_weights(module, layer)
+        if is_last:
+            yield from self._end_weights(["decoder.final_layernorm.", "output_layer."])
+            is_tied = not list(self._end_weights(["output_layer."]))
+            if is_tied and layout.pp > 1:
+                yield from self._end_weights(["embedding.word_embeddings."])  # its copy
+
+    def _end_weights(self, modules: Sequence[str]) -> Iterator[Weight]:
+        for module in modules:
+            for leaf in LEAVES:
+                key = f"{self._placement.prefix}{module}{leaf}"
+                if key in self._locations:
+                    yield Weight(key, ())
+
+    def _layer_weights(self, module: str, layer: int) -> Iterator[Weight]:
+        prefix = self._placement.prefix
+        for leaf in LEAVES:
+            stacked = f"{prefix}decoder.layers.{module}{leaf}"
+            own = f"{prefix}decoder.layers.{layer}.{module}{leaf}"
+            if stacked in self._locations:
+                yield Weight(stacked, (layer,))
+            elif own in self._locations:
+                yield Weight(own, ())
+
+    def _expert_weights(self, stage: int, chunk: int, *, expert_rank: int) -> Iterator[Weight]:
+        """The weights of the experts of a rank, expert after expert."""
+        num_experts = self._num_experts
+        per_rank = num_experts // self._layout.ep
+        experts = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
+        for layer in self._layout.layers(stage, chunk):
+            for expert in experts:
+                for product in ("linear_fc1.", "linear_fc2."):
+                    for weight in self._layer_weights(f"{EXPERTS}{product}", layer):
+                        yield Weight(weight.key, (*weight.lead, expert))
+
+    def _check(self) -> None:
+        """Check that every weight has a segment."""
+        for name, locations in self._placement.locations.items():
+            for location in locations:
+                weight = Weight(location.key, location.lead)
+                if weight not in self._segments and name.startswith("model/"):
+                    raise ValueError(f"{location.key} is in no bucket")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a buffer."""
+
+    key: str  # without the kind of state
+    numel: int
+    edges: frozenset[int]  # first elements of its chunks
+
+
+def find_buffers(folder: TorchDistFolder) -> dict[BufferId, list[Bucket]]:
+    """The buckets of all buffers of a checkpoint, in order."""
+    found: dict[BufferId, dict[int, Bucket]] = {}
+    for key, stored in folder.tensors.items():
+        match = BUCKET.fullmatch(key)
+        if match is None or len(stored.shape) != 1:
+            continue
+        buffer = BufferId(int(match["chain"] or 0), int(match["group"]), int(match["buffer"]))
+        edges = frozenset(box.start[0] for box, _ in stored.chunks)
+        bucket = Bucket(key.removesuffix(f".{MAIN}"), stored.shape[0], edges)
+        found.setdefault(buffer, {})[int(match["bucket"])] = bucket
+    buffers = {}
+    for buffer, buckets in found.items():
+        buffers[buffer] = [bucket for _, bucket in sorted(buckets.items())]
+    return buffers
