@@ -41,12 +41,13 @@ from nanotrain.attention.gathered import (
     wide_product,
 )
 from nanotrain.attention.selection import (
+    AnyIndex,
     AttachGradients,
     GatheredIndexKeys,
     Index,
-    IndexGradients,
     IndexKeys,
     IndexScores,
+    KeptSelection,
 )
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.spec.kinds.dsa import COMPRESSED_NUMEL
@@ -57,7 +58,7 @@ def attend_gathered(
     *,
     key: Tensor,
     call: AttentionCall,
-    index: Index,
+    index: AnyIndex,
     scores: ScoreOptions | None,
 ) -> Tensor:
     """Softmax attention to the selected keys, with the gradients of the loss of the index.
@@ -76,6 +77,7 @@ def attend_gathered(
     key = key[:, :, 0]
     forward = _Forward(query, key, call=call, index=index, options=options)
     forward.run()
+    index.keep(forward.positions)
     if not torch.is_grad_enabled():
         return forward.out
     options = replace(options, observe=None)
@@ -83,6 +85,9 @@ def attend_gathered(
     up = forward.up
     rest = (up.key_dim, call.queries.start, options)
     out = _AttendGathered.apply(query, key, up.weight, *saved, *rest)
+    if forward.gradients is None:
+        selected: Tensor = out
+        return selected
     gradients = forward.gradients.finish()
     attached: Tensor = AttachGradients.apply(out, *index.tensors, *gradients)
     return attached
@@ -97,7 +102,7 @@ class _Forward:
         key: Tensor,
         *,
         call: AttentionCall,
-        index: Index,
+        index: AnyIndex,
         options: ScoreOptions,
     ) -> None:
         assert index.up is not None, "gathered keys are compressed"
@@ -116,7 +121,7 @@ class _Forward:
         self.out = query.new_empty((*rows, self.up.value_dim))
         self.lse = query.new_empty(rows, dtype=dtype)
         self.positions = query.new_full(selected, -1, dtype=torch.int32)
-        self.gradients = IndexGradients.zeros(index)
+        self.gradients = index.gradients()
 
     @torch.no_grad()
     def run(self) -> None:
@@ -130,24 +135,32 @@ class _Forward:
             self._run_rows(rows)
 
     def _run_rows(self, rows: slice) -> None:
+        if isinstance(self.index, KeptSelection):
+            selected = SelectedKeys(self.index.positions, self.call.queries.start).rows(rows)
+            self._attend(self.up.absorb(self.query[:, rows]), selected, rows=rows)
+        else:
+            self._run_indexed_rows(self.index, rows)
+
+    def _run_indexed_rows(self, index: Index, rows: slice) -> None:
+        """Some queries, whose keys this layer selects."""
         first = self.call.queries.start + rows.start
         num_keys = self.call.queries.start + rows.stop
         may_attend = self._may_attend(rows, num_keys)
-        scores = self._index_scores(rows, num_keys)
+        scores = _index_scores(index, rows, num_keys=num_keys)
         mask = may_attend
         if scores is not None:
-            mask = scores.select(may_attend, topk=self.index.topk)
-        selected = SelectedKeys.of(mask, topk=self.index.topk, first_query=first)
+            mask = scores.select(may_attend, topk=index.topk)
+        selected = SelectedKeys.of(mask, topk=index.topk, first_query=first)
         absorbed = self.up.absorb(self.query[:, rows])
         weights = self._attend(absorbed, selected, rows=rows)
-        loss = self.index.loss
+        loss = index.loss
         if loss is None:
             return
-        keys = IndexKeys(self.index.key[:, :num_keys])
+        keys = IndexKeys(index.key[:, :num_keys])
         mean = weights
         if loss.is_sparse:
-            keys = GatheredIndexKeys.of(self.index.key, selected.clamped)
-            scores = self.index.scores(rows, keys.keys)
+            keys = GatheredIndexKeys.of(index.key, selected.clamped)
+            scores = index.scores(rows, keys.keys)
             mask = selected.mask
         else:
             mean = self._weights_of_all_keys(absorbed, may_attend)
@@ -156,6 +169,7 @@ class _Forward:
         all_reduce(target, loss.tp)
         target /= loss.tp.size
         assert scores is not None, "the loss reads the scores of its keys"
+        assert self.gradients is not None, "an index has gradients"
         self.gradients.add(rows, scores=scores, mask=mask, target=target, keys=keys)
 
     def _may_attend(self, rows: slice, num_keys: int) -> Tensor:
@@ -164,12 +178,6 @@ class _Forward:
         tile = replace(allowed.tiles[0], queries=rows, keys=slice(0, num_keys))
         mask = allowed.mask(tile)
         return mask[:, 0].expand(len(self.query), -1, -1)
-
-    def _index_scores(self, rows: slice, num_keys: int) -> IndexScores | None:
-        """The scores of all keys; None where neither the selection nor the loss reads them."""
-        if num_keys <= self.index.topk and not self.index.has_loss_over_all:
-            return None
-        return self.index.scores(rows, self.index.key[:, :num_keys])
 
     def _attend(self, absorbed: Tensor, selected: SelectedKeys, *, rows: slice) -> Tensor:
         """Fill the results of some queries; returns their weights [B, rows, N, K]."""
@@ -196,6 +204,13 @@ class _Forward:
         cap_scores_(scores, self.options.softcap)
         scores.masked_fill_(~may_attend[:, :, None], -torch.inf)
         return scores.softmax(-1)
+
+
+def _index_scores(index: Index, rows: slice, *, num_keys: int) -> IndexScores | None:
+    """The scores of all keys; None where neither the selection nor the loss reads them."""
+    if num_keys <= index.topk and not index.has_loss_over_all:
+        return None
+    return index.scores(rows, index.key[:, :num_keys])
 
 
 class _AttendGathered(torch.autograd.Function):

@@ -10,6 +10,7 @@
                     the selected keys (equation 4)
 
     Index            the projections of the indexer, for attention and for the loss
+    KeptSelection    the keys that an earlier layer selected, in place of an index
     IndexScores      the scores of some queries
     IndexGradients   the loss of a microbatch and its gradients
     AttachGradients  autograd: known gradients of other tensors
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.absorbed import UpProjection
@@ -58,6 +60,24 @@ class Index:
     # the up-projections of compressed keys and values, of which the selected ones are gathered;
     # None for keys and values of each head, of which the others are masked
     up: UpProjection | None = None
+    # by call: positions [B, Q, K] of the selected keys, for layers that read them; None: not kept
+    kept: dict[int, Tensor] | None = None
+    call_number: int = 0  # of the call of attention in the layer
+
+    def keep(self, positions: Tensor) -> None:
+        """Keep positions [B, Q, at most K] of selected keys for later layers, if any reads them."""
+        if self.kept is not None:
+            missing = self.topk - positions.shape[-1]
+            self.kept[self.call_number] = F.pad(positions, (0, missing), value=-1)
+
+    def select(self, rows: slice, may_attend: Tensor) -> tuple[Tensor, "IndexScores | None"]:
+        """The selected keys [B, rows, keys] bool of some queries, and the scores of all keys."""
+        scores = self.scores(rows, self.key[:, : may_attend.shape[-1]])
+        return scores.select(may_attend, topk=self.topk), scores
+
+    def gradients(self) -> "IndexGradients | None":
+        """The sums of gradients before the first queries."""
+        return IndexGradients.zeros(self)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +97,8 @@ class Index:
         """The index of one of several calls, each with an equal part of the queries."""
         query = self.query.chunk(num_calls, dim=1)[number]
         weight = self.weight.chunk(num_calls, dim=1)[number]
-        return replace(self, query=query, key=self.key[:, :num_keys], weight=weight)
+        key = self.key[:, :num_keys]
+        return replace(self, query=query, key=key, weight=weight, call_number=number)
 
     @property
     def has_loss_over_all(self) -> bool:
@@ -115,9 +136,61 @@ class Index:
         """
         batch, num_queries, num_index_heads, _ = self.query.shape
         largest_heads = max(num_heads, num_index_heads)
-        scores_per_query = batch * largest_heads * len(call.keys)
-        size = min(size, BLOCK_SCORES // scores_per_query)
-        return split_rows(num_queries, size)
+        return _blocks(batch * largest_heads * len(call.keys), num_queries=num_queries, size=size)
+
+
+def _blocks(scores_per_query: int, *, num_queries: int, size: int) -> Iterator[slice]:
+    """Queries whose scores are computed at once, `size` at most."""
+    return split_rows(num_queries, min(size, BLOCK_SCORES // scores_per_query))
+
+
+@dataclass(frozen=True)
+class KeptSelection:
+    """The keys that an earlier layer selected; it has no projections and no loss."""
+
+    positions: Tensor  # [B, Q, K] int32, ascending; -1 after the last key of a query
+    key: Tensor  # [B, S, 0], the channels of index keys that it needs
+    topk: int  # K
+    up: UpProjection | None = None  # as of `Index`
+    loss: None = None
+    kept: None = None
+    tensors: tuple[()] = ()
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether values are tensors of their own; as of `Index`."""
+        return self.up is None
+
+    def with_key(self, key: Tensor) -> "KeptSelection":
+        """The selection as it is: it reads no index keys."""
+        return self
+
+    def for_call(self, number: int, *, num_calls: int, num_keys: int) -> "KeptSelection":
+        """The selection of one of several calls; as `Index.for_call`."""
+        return replace(self, positions=self.positions.chunk(num_calls, dim=1)[number])
+
+    def keep(self, positions: Tensor) -> None:
+        """The earlier layer keeps it."""
+
+    def select(self, rows: slice, may_attend: Tensor) -> tuple[Tensor, None]:
+        """The selected keys [B, rows, keys] bool of some queries; there are no scores."""
+        num_keys = may_attend.shape[-1]
+        positions = self.positions[:, rows].long()
+        size = (*positions.shape[:2], num_keys + 1)  # with a column for what is not selected
+        mask = may_attend.new_zeros(size)
+        mask.scatter_(-1, positions.where(positions >= 0, num_keys), True)
+        return mask[..., :num_keys] & may_attend, None
+
+    def gradients(self) -> None:
+        """There are no projections."""
+
+    def blocks(self, call: AttentionCall, *, num_heads: int, size: int) -> Iterator[slice]:
+        """Queries whose scores are computed at once; as `Index.blocks`."""
+        batch, num_queries, _ = self.positions.shape
+        return _blocks(batch * num_heads * len(call.keys), num_queries=num_queries, size=size)
+
+
+AnyIndex = Index | KeptSelection
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
-from nanotrain.attention.gathered import cap_scores_, wide_product
+from nanotrain.attention.gathered import SelectedKeys, cap_scores_, wide_product
 from nanotrain.attention.selection import (
+    AnyIndex,
     AttachGradients,
-    Index,
     IndexerLoss,
     IndexGradients,
     IndexKeys,
@@ -69,7 +69,7 @@ def attend_selected(
     key: Tensor,
     value: Tensor,
     call: AttentionCall,
-    index: Index,
+    index: AnyIndex,
     scores: ScoreOptions | None,
 ) -> Tensor:
     """Softmax attention to the selected keys, with the gradients of the loss of the index.
@@ -89,7 +89,7 @@ def attend_selected(
     selected = _Selection(index, call, softcap)
     plan, gradients = selected.run(query=query.detach(), key=key.detach())
     out = attend_tiles(query, key=key, value=value, plan=plan, scores=scores)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and gradients:
         out = AttachGradients.apply(out, *index.tensors, *gradients)
     return out
 
@@ -98,7 +98,7 @@ def attend_selected(
 class _Selection:
     """The selection of a call, and the loss of the index."""
 
-    index: Index
+    index: AnyIndex
     call: AttentionCall
     softcap: float | None  # of the scores of attention
 
@@ -107,32 +107,39 @@ class _Selection:
         """The tiles of the selected keys, and the gradients by the tensors of the index."""
         index = self.index
         call = self.call
-        gradients = IndexGradients.zeros(index)
+        gradients = index.gradients()
         selects_all = index.topk >= len(call.keys)
+        batch, num_queries, num_heads, _ = query.shape
         if selects_all and index.loss is None:
-            return call.tiles, gradients.finish()
+            index.keep(query.new_full((batch, num_queries, 1), -1, dtype=torch.int32))
+            return call.tiles, _finish(gradients)
         tiles = []
         bits = {}
-        num_queries, num_heads = query.shape[1:3]
+        num_kept = 0 if index.kept is None else index.topk
+        positions = query.new_full((batch, num_queries, num_kept), -1, dtype=torch.int32)
         for rows in index.blocks(call, num_heads=num_heads, size=num_queries):
             num_keys = call.queries.start + rows.stop
             tile = Tile(slice(None), rows, slice(0, num_keys), is_masked=True)
             may_attend = call.masked_tile.mask(tile)[:, 0]
-            scores = index.scores(rows, index.key[:, :num_keys])
-            selected = scores.select(may_attend, topk=index.topk)
+            selected, scores = index.select(rows, may_attend)
             tiles.append(tile)
             bits[rows.start] = _pack_bits(selected)
+            if index.kept is not None:
+                found = SelectedKeys.of(selected, topk=index.topk, first_query=0).positions
+                positions[:, rows, : found.shape[-1]] = found
             if index.loss is not None:
                 loss_mask = selected if index.loss.is_sparse else may_attend
                 keys = key[:, :num_keys]
                 target = self._target(query[:, rows], keys, mask=loss_mask, loss=index.loss)
+                assert gradients is not None and scores is not None, "an index has scores"
                 index_keys = IndexKeys(index.key[:, :num_keys])
                 gradients.add(rows, scores=scores, mask=loss_mask, target=target, keys=index_keys)
+        index.keep(positions)
         plan: TilePlan = call.tiles
         if not selects_all:
             allowed = call.masked_tile
             plan = SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=bits)
-        return plan, gradients.finish()
+        return plan, _finish(gradients)
 
     def _target(self, query: Tensor, key: Tensor, *, mask: Tensor, loss: IndexerLoss) -> Tensor:
         """The mean attention probabilities of all heads.
@@ -149,6 +156,11 @@ class _Selection:
         summed = scores.softmax(-1).sum(1)
         all_reduce(summed, loss.tp)
         return summed.div_(num_heads * loss.tp.size)
+
+
+def _finish(gradients: IndexGradients | None) -> list[Tensor]:
+    """The gradients by the tensors of an index; none where an earlier layer selected."""
+    return [] if gradients is None else gradients.finish()
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

@@ -107,6 +107,12 @@ class DSAConfig:
     topk: int = option(2048, check=at_least(1))
     """sparse attention: keys that a query attends to"""
 
+    share_freq: str = option("0")
+    """sparse attention: layers without an indexer, which attend to the keys that the last earlier
+    indexer selected (GLM-5.2): N for every Nth layer, 0 for none, or a pattern such as [0]+[1]*3
+    with 1 for each of them
+    """
+
     loss_coeff: float = option(1e-3, check=at_least(0))
     """sparse attention: coefficient of the indexer's loss; 0: the indexer gets no gradient"""
 

@@ -240,13 +240,40 @@ class ModelConfig(ModelFields):
         >>> replace(model, num_layers=3).mixers
         ('mamba2', 'mamba2', 'attention')
         """
-        if self.num_kv_shared_layers == 0:
-            return self._own_mixers
         mixers = list(self._own_mixers)
         for layer, source in enumerate(self.kv_sources):
             if source is not None:
                 mixers[layer] = "shared_kv"
+        for layer, source in enumerate(self.selection_sources):
+            if source is not None:
+                mixers[layer] = "shared_dsa"
         return tuple(mixers)
+
+    @property
+    def selection_sources(self) -> tuple[int | None, ...]:
+        """The layer whose indexer selects the keys of each layer; None: its own, or none.
+
+        >>> model = ModelConfig(num_layers=5, multi_latent_attention=True)
+        >>> dsa = DSAConfig(share_freq="[0,1,1,0,1]")
+        >>> replace(model, sparse_attention_type="dsa", mla=MLAConfig(), dsa=dsa).selection_sources
+        (None, 0, 0, None, 3)
+        """
+        if self.dsa is None:
+            return (None,) * self.num_layers
+        sources: list[int | None] = []
+        last: int | None = None
+        for layer, mixer in enumerate(self._own_mixers):
+            is_shared = mixer == "dsa" and self.shared_selections[layer]
+            sources.append(last if is_shared else None)
+            if mixer == "dsa" and not is_shared:
+                last = layer
+        return tuple(sources)
+
+    @property
+    def shared_selections(self) -> tuple[bool, ...]:
+        """Whether each layer has no indexer; a ConfigError for an invalid pattern."""
+        pattern = "0" if self.dsa is None else self.dsa.share_freq
+        return read_layer_pattern("dsa_indexer_share_freq", pattern, num_layers=self.num_layers)
 
     @property
     def kv_sources(self) -> tuple[int | None, ...]:

@@ -19,6 +19,10 @@ block of queries.
 
 A layer of which the indexer alone is trained attends to all keys in training (section 2.1.1).
 
+A layer of `selection_sources` has no indexer: it attends to the keys that an earlier layer selected
+(GLM-5.2). The positions are kept as state of that layer, in digits that every dtype of hidden
+states holds, so they travel to later pipeline stages as keys of earlier layers do.
+
 DeepSeek-V3.2 (2025), section 2.1; flags and the loss as in Megatron-LM.
 
     B batch   S sequence   H hidden   N heads   I index heads   E width of an index head
@@ -34,8 +38,8 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.attention.absorbed import UpProjection
-from nanotrain.attention.selection import Index, IndexerLoss
-from nanotrain.comm.autograd import concat_along
+from nanotrain.attention.selection import AnyIndex, Index, IndexerLoss, KeptSelection
+from nanotrain.comm.autograd import concat_along, eager
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import LayerContext, ModelParallel, TokenCache, split_heads
@@ -48,7 +52,10 @@ from nanotrain.parallel.cp.selected import SelectedAttention
 from nanotrain.parallel.tp.layers import SEQUENCE, ColumnParallelLinear
 from nanotrain.spec.kinds.dsa import gathers_keys
 from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.shared_state import POSITION_DIGITS
 
+BITS = 8  # of a digit of a position
+BASE = 2**BITS
 ALL_KEYS = 2**31  # more keys than there are
 
 
@@ -149,47 +156,37 @@ class IndexerDivergence(StatefulModule):
         )
 
 
-class SparseLatentAttention(MultiLatentAttention):
-    """Multi-latent attention to selected keys.
+class SelectiveLatentAttention(MultiLatentAttention):
+    """Multi-latent attention to selected keys; subclasses say who selects them.
 
     Args:
         model_config: configuration of the model.
-        params: parameters of `MultiLatentAttention`, and indexer.
+        params: parameters of `MultiLatentAttention`.
         parallel: tp shards the heads, cp the sequence.
         layer: index in the model.
     """
+
+    is_warming_up = False
 
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__(model_config, params, parallel=parallel, layer=layer)
-        dsa = model_config.dsa
-        assert dsa is not None, "sparse_attention_type is dsa"
+        assert model_config.dsa is not None, "sparse_attention_type is dsa"
+        self.dsa = model_config.dsa
         # gathered keys are multiplied with its weight in the dtype of the activations
         without_fp8 = replace(parallel.tp, fp8=None)
         self.kv_up = ColumnParallelLinear(*params.linear("kv_up"), tensor_parallel=without_fp8)
         self.core_attention: Callable[..., Any] = SelectedAttention(parallel.cp)
-        self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
-        self.divergence = IndexerDivergence(dsa, parallel)
-        self.is_warming_up = trains_indexer_alone(params)
         self.shape = ModelShape.of(model_config)
         self.cp_size = parallel.cp.size
         self.reads_cache = False  # in generation
 
-    def attend(
-        self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
-    ) -> Callable[..., Tensor]:
-        """The core attention to the keys that the indexer selects; to all keys in its warm-up."""
-        index = self.indexer(hidden, compressed_query, rotary=context.full.rotary)
-        if self.is_warming_up and torch.is_grad_enabled():
-            index = replace(index, topk=ALL_KEYS)
-        length = index.query.shape[1]
-        loss = self.divergence.of(context, length)
-        index = replace(index, loss=loss)
-        if self._gathers_keys(length):
-            up = UpProjection(self.kv_up.weight, *self.key_value_sizes)
-            index = replace(index, up=up)
-        return partial(self.core_attention, index=index)
+    def _up_projection(self, length: int) -> UpProjection | None:
+        """The up-projections of so many local tokens whose selected keys are gathered."""
+        if not self._gathers_keys(length):
+            return None
+        return UpProjection(self.kv_up.weight, *self.key_value_sizes)
 
     def _gathers_keys(self, length: int) -> bool:
         """Whether the attention of so many local tokens gathers the selected keys."""
@@ -229,6 +226,104 @@ class SparseLatentAttention(MultiLatentAttention):
         return super().swap_function(function)
 
 
+class SparseLatentAttention(SelectiveLatentAttention):
+    """Multi-latent attention to the keys that its indexer selects.
+
+    Args:
+        model_config: configuration of the model.
+        params: parameters of `MultiLatentAttention`, and indexer.
+        parallel: tp shards the heads, cp the sequence.
+        layer: index in the model.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        super().__init__(model_config, params, parallel=parallel, layer=layer)
+        self.indexer = Indexer(self.dsa, params.submodule("indexer"), parallel=parallel)
+        self.divergence = IndexerDivergence(self.dsa, parallel)
+        self.is_warming_up = trains_indexer_alone(params)
+        self.kept_sources = self.shape.kept(layer)
+
+    def attend(
+        self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
+    ) -> Callable[..., Tensor]:
+        """The core attention to the keys that the indexer selects; to all keys in its warm-up."""
+        index = self.indexer(hidden, compressed_query, rotary=context.full.rotary)
+        if self.is_warming_up and torch.is_grad_enabled():
+            index = replace(index, topk=ALL_KEYS)
+        length = index.query.shape[1]
+        loss = self.divergence.of(context, length)
+        index = replace(index, loss=loss, up=self._up_projection(length))
+        if not self.kept_sources:
+            return partial(self.core_attention, index=index)
+        index = replace(index, kept={})
+        return partial(self._attend_and_keep, index=index, context=context)
+
+    @eager
+    def _attend_and_keep(
+        self, query: Tensor, *, index: Index, context: LayerContext, **inputs: Any
+    ) -> Tensor:
+        """The core attention, whose selection is kept for later layers."""
+        out: Tensor = self.core_attention(query, index=index, **inputs)
+        assert index.kept is not None, "later layers read the selection"
+        positions = torch.cat([index.kept[call] for call in sorted(index.kept)], dim=1)
+        for source in self.kept_sources:
+            context.keep(source, encode_positions(positions, dtype=out.dtype))
+        return out
+
+
+class SharedSelectionAttention(SelectiveLatentAttention):
+    """Multi-latent attention to the keys that an earlier layer selected.
+
+    Args:
+        model_config: configuration of the model.
+        params: parameters of `MultiLatentAttention`.
+        parallel: tp shards the heads, cp the sequence.
+        layer: index in the model.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        super().__init__(model_config, params, parallel=parallel, layer=layer)
+        source = self.shape.selection_source(layer)
+        assert source is not None, "a layer with an indexer has the class SparseLatentAttention"
+        self.source = source
+
+    def attend(
+        self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
+    ) -> Callable[..., Tensor]:
+        """The core attention to the selection of the earlier layer."""
+        (encoded,) = context.state[self.source]
+        positions = decode_positions(encoded)
+        up = self._up_projection(positions.shape[1])
+        no_channels = encoded.detach()[..., 0, :0]
+        selection = KeptSelection(positions, no_channels, self.dsa.topk, up)
+        return partial(self.core_attention, index=selection)
+
+
+def encode_positions(positions: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[B, Q, K] int32 from -1 on -> [B, Q, K, digits] of a dtype of hidden states.
+
+    >>> digits = encode_positions(torch.tensor([[[-1, 0, 70000]]]), dtype=torch.bfloat16)
+    >>> digits.tolist(), decode_positions(digits).tolist()
+    ([[[[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [113.0, 17.0, 1.0]]]], [[[-1, 0, 70000]]])
+    """
+    code = positions + 1
+    digits = [code >> (BITS * digit) & BASE - 1 for digit in range(POSITION_DIGITS)]
+    return torch.stack(digits, dim=-1).to(dtype)
+
+
+def decode_positions(encoded: Tensor) -> Tensor:
+    """The inverse of `encode_positions`; nothing is differentiated."""
+    digits = encoded.detach().to(torch.int32)
+    code = digits[..., 0]
+    for digit in range(1, POSITION_DIGITS):
+        code = code + (digits[..., digit] << BITS * digit)
+    return code - 1
+
+
 class _CachedSelection:
     """The core attention of one layer to all tokens so far.
 
@@ -240,11 +335,18 @@ class _CachedSelection:
         self._read_cache = cache.attend(cached_inputs, has_window=False)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        index: AnyIndex,
+        **options: Any,
     ) -> Tensor:
         index_key = index.key[:, :, None]
         keys, index_key, call = self._read_cache(query, key=key, value=index_key, mask=mask)
-        index = replace(index, key=index_key[:, :, 0])
+        index = index.with_key(index_key[:, :, 0])
         out: Tensor = self._core(query, key=keys, value=value, mask=call, index=index, **options)
         return out
 

@@ -14,7 +14,7 @@ from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.block_sparse import BlockSparseAttention
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
-from nanotrain.model.dsa import SparseLatentAttention
+from nanotrain.model.dsa import SharedSelectionAttention, SparseLatentAttention
 from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import build_mlp
@@ -30,6 +30,7 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
     "shared_kv": SharedKVAttention,
     "mla": MultiLatentAttention,
     "dsa": SparseLatentAttention,
+    "shared_dsa": SharedSelectionAttention,
     "block_sparse": BlockSparseAttention,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,

@@ -31,7 +31,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.model import DSAConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
@@ -255,9 +255,18 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=_vocabulary_multiple(config),
         moe=moe,
+        dsa=_shrink_dsa(model, num_layers=num_layers),
         num_kv_shared_layers=min(model.num_kv_shared_layers, num_layers - 1),
     )
     return with_sources(smaller)
+
+
+def _shrink_dsa(model: ModelConfig, *, num_layers: int) -> DSAConfig | None:
+    """The indexers of a smaller model: its layers without one have the same share, if any."""
+    if model.dsa is None:
+        return None
+    pattern = shrink_pattern(model.dsa.share_freq, model.shared_selections, num_layers=num_layers)
+    return replace(model.dsa, share_freq=pattern)
 
 
 def with_sources(model: ModelConfig) -> ModelConfig:

@@ -31,7 +31,7 @@ from nanotrain.spec.layer_inputs import input_operators
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operator
 from nanotrain.spec.residuals import stream_width
-from nanotrain.spec.shared_state import shared_bytes
+from nanotrain.spec.shared_state import SHARED, shared_bytes
 from nanotrain.spec.stages import StageSpec
 
 
@@ -166,10 +166,14 @@ class SavedBytes:
         complete = [self.block(layer) for layer in layers]
         if self.memory.recompute_granularity == "full":
             # recomputation reads what layers keep for later layers
-            kept = [shared_bytes(self.sizes, self.shape.kept(layer)) for layer in layers]
-            inside = [block - shared for block, shared in zip(complete, kept, strict=True)]
+            inside = []
+            num_kept = 0
+            for layer, block in zip(layers, complete, strict=True):
+                kept = self.shape.kept(layer)
+                saved = [source for source in kept if SHARED[source.kind].is_saved]
+                inside.append(block - shared_bytes(self.sizes, saved))
+                num_kept += shared_bytes(self.sizes, kept)
             blocks = self._recomputed_blocks(inside)
-            num_kept = sum(kept)
             return replace(blocks, kept=blocks.kept + num_kept, complete=blocks.complete + num_kept)
         if self.memory.cpu_offloading:
             return self._offloaded_blocks(complete)

@@ -98,6 +98,8 @@ class ModelShape:
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
     # the earlier layer whose keys and values each layer reads; None: its own, or none
     kv_sources: tuple[int | None, ...] = ()
+    # the earlier layer whose indexer selects the keys of each layer; None: its own, or none
+    selection_sources: tuple[int | None, ...] = ()
     layer_scale: bool = False  # a learned factor of the hidden states after each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     attention_output_gate_per_head: bool = False  # one for all channels of a head
@@ -173,7 +175,10 @@ class ModelShape:
         if layer >= self.num_layers and self.mtp_kinds is not None:
             return self.mtp_kinds
         index = self._kind_of(layer)
-        return self.mixers[index], self.mlps[index]
+        mixer = self.mixers[index]
+        if layer >= self.num_layers and mixer == "shared_dsa":
+            mixer = "dsa"  # multi-token prediction has an indexer of its own
+        return mixer, self.mlps[index]
 
     def attention_chunks(self, layer: int, *, seq_length: int) -> tuple[Chunks, ...]:
         """The chunks of a sequence within which a layer attends: full ones, and the last one."""
@@ -247,6 +252,9 @@ class ModelShape:
         key_value = self.key_value_source(layer)
         if key_value is not None:
             sources.append(key_value)
+        selection = self.selection_source(layer)
+        if selection is not None:
+            sources.append(selection)
         if self.layer_input_size:
             sources.append(Source("layer_input", layer, is_embedded=True))
         return tuple(sources)
@@ -255,6 +263,12 @@ class ModelShape:
         """The keys and values of an earlier layer that a layer reads."""
         source = self.kv_sources[layer] if layer < len(self.kv_sources) else None
         return None if source is None else Source("key_value", source)
+
+    def selection_source(self, layer: int) -> Source | None:
+        """The selection of an earlier layer's indexer that a layer reads."""
+        sources = self.selection_sources
+        source = sources[layer] if layer < len(sources) else None
+        return None if source is None else Source("selection", source)
 
     def kept(self, layer: int) -> tuple[Source, ...]:
         """The state that a layer, by its index in the model, keeps for later layers."""

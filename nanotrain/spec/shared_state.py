@@ -18,6 +18,7 @@ from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shape import Source
 
 Shapes = tuple[tuple[int, ...], ...]
+POSITION_DIGITS = 3  # of a position in base 256, so bf16 holds each of them
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class SharedState:
     shapes: Callable[[LayerSizes], Shapes]
     # [B, S/tp, ...] with sequence parallelism, as hidden states
     is_outside: bool = False
+    # the layer that keeps it saves it for its backward
+    is_saved: bool = True
 
 
 def key_value_shapes(s: LayerSizes) -> Shapes:
@@ -41,8 +44,15 @@ def layer_input_shapes(s: LayerSizes) -> Shapes:
     return ((s.shape.layer_input_size,),)
 
 
+def selection_shapes(s: LayerSizes) -> Shapes:
+    """Digits of the positions of the selected keys, which every dtype of hidden states holds."""
+    assert s.shape.dsa is not None, "a layer of sparse attention has its sizes"
+    return ((s.shape.dsa.topk, POSITION_DIGITS),)
+
+
 SHARED: dict[str, SharedState] = {
     "key_value": SharedState(key_value_shapes),
+    "selection": SharedState(selection_shapes, is_saved=False),
     "layer_input": SharedState(layer_input_shapes, is_outside=True),
 }
 

@@ -105,6 +105,15 @@ MODELS = {
         sparse_attention_type="blocks",
         dsa=DSAConfig(n_heads=2, head_dim=8, topk=4, block_size=2, layer_freq="2"),
     ),
+    "shared selection": replace(
+        LLAMA,
+        num_layers=3,
+        num_query_groups=None,
+        multi_latent_attention=True,
+        mla=MLA_SIZES,
+        sparse_attention_type="dsa",
+        dsa=DSAConfig(n_heads=8, head_dim=12, topk=4, share_freq="[0,1,1]"),
+    ),
     "gated delta net": replace(DELTA, linear_attention_type="gated_delta_net"),
     "kda": replace(DELTA, linear_attention_type="kda"),
 }

@@ -54,7 +54,7 @@ EXPERTS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.01,
 }
-DSA = MODELS["sparse attention"]
+DSA = MODELS["sparse attention"] | {"dsa_indexer_share_freq": "0"}
 MODEL_OF = {"dense": DENSE, "experts": EXPERTS, "dsa": DSA}
 # the trained parameters of a model: a name for messages, and patterns
 LOWER = {"freeze": ["embedding.*", "layers.0.*"]}

@@ -111,10 +111,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
+    # layers 2 and 3 attend to the keys that layer 1 selected, over several stages in pipelines
     "sparse attention": EXPERTS
     | MLA
     | {
+        "num_layers": 4,
         "sparse_attention_type": "dsa",
+        "dsa_indexer_share_freq": "[0,0,1,1]",
         "dsa_indexer_n_heads": 3,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 4,

@@ -35,6 +35,7 @@ MODEL_OF = {
     "shared_kv": "shared keys",
     "mla": "mla",
     "dsa": "sparse attention",
+    "shared_dsa": "shared selection",
     "block_sparse": "selected blocks",
     "gated_delta_net": "gated delta net",
     "kda": "kda",
@@ -124,7 +125,7 @@ def test_pointwise_recomputation_sends_nothing_again() -> None:
 def test_recomputation_sends_over_cp_what_the_plan_sends(comm_type: str) -> None:
     cases: dict[str, Any] = {}
     for mixer in MIXERS:
-        if mixer in ("dsa", "block_sparse") and comm_type != "allgather":
+        if mixer in ("dsa", "shared_dsa", "block_sparse") and comm_type != "allgather":
             continue
         cases[f"{mixer} none"] = words_of(mixer)
         cases[f"{mixer} none, bf16"] = words_of(mixer, "--bf16")

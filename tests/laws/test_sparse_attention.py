@@ -18,7 +18,7 @@ DSA = {
     name: value
     for name, value in MODELS["sparse attention"].items()
     if not name.startswith(("num_exp", "moe", "mtp"))
-} | {"num_layers": 2, "attention_dropout": 0.0}
+} | {"num_layers": 2, "dsa_indexer_share_freq": "0", "attention_dropout": 0.0}
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "muon_extra_scale_factor": 0.2}
 CLIP = {"qk_clip": True, "qk_clip_threshold": 0.02, "lr": LR, "adam_eps": 1e-5}
 CASE = Case(3).but(model=DSA, data=DOCUMENTS, optim=MUON | CLIP)

@@ -94,6 +94,7 @@ MODELS = {
     "sparse attention": DSA,
     "selected blocks": BLOCKS,
     "gathered blocks": FEW_BLOCKS,
+    "shared selection": f"{DSA} --num-layers 2 --dsa-indexer-share-freq 2",
     "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
     "side by side": f"{GPT2} --residual-type parallel",
@@ -120,6 +121,7 @@ EXACT = {
     "sparse attention",
     "selected blocks",
     "gathered blocks",
+    "shared selection",
     "side by side",
     "side by side, one norm",
     "gated",
@@ -162,6 +164,7 @@ RECOMPUTED = [
     ("Mamba-2", "--bf16", f"{SELECTIVE} layernorm mlp"),
     ("norms by kind", "--bf16", f"{SELECTIVE} layernorm mlp"),
     ("sparse attention", "", f"{SELECTIVE} core_attn"),
+    ("shared selection", "", f"{SELECTIVE} core_attn"),
     ("sparse attention", "--bf16", f"{SELECTIVE} mla_up_proj"),
     ("apertus", "", f"{SELECTIVE} pointwise"),
     ("sinks", "--bf16", f"{SELECTIVE} pointwise"),

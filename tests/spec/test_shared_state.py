@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.model import ModelConfig
+from nanotrain.config.model import DSAConfig, MLAConfig, ModelConfig, MTPConfig
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.parameters import declare_model
@@ -24,6 +24,18 @@ MODEL = ModelConfig(
     window_attn_skip_freq="2",
     num_kv_shared_layers=3,
 )
+# the first and the third of four layers have an indexer
+SELECTIVE = ModelConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=128,
+    multi_latent_attention=True,
+    mla=MLAConfig(q_lora_rank=8),
+    sparse_attention_type="dsa",
+    dsa=DSAConfig(topk=5, share_freq="2"),
+    mtp=MTPConfig(num_layers=1),
+)
 FULL, WINDOWED = Source("key_value", 1), Source("key_value", 0)
 
 
@@ -40,6 +52,18 @@ def test_a_layer_reads_the_last_earlier_layer_of_its_type() -> None:
     # layers with rotary positions read rotated keys only
     mixed = ModelShape.of(replace(MODEL, window_size=None, no_rope_freq="[0,1,1,0,0]"))
     assert mixed.kv_sources == (None, None, 1, 0, 0)
+
+
+def test_a_layer_without_an_indexer_reads_the_last_selection() -> None:
+    shape = ModelShape.of(SELECTIVE)
+    assert shape.selection_sources == (None, 0, None, 2)
+    kinds = [shape.kinds(layer)[0] for layer in range(5)]
+    # multi-token prediction, the fifth, has an indexer of its own
+    assert kinds == ["dsa", "shared_dsa", "dsa", "shared_dsa", "dsa"]
+    selection = Source("selection", 2)
+    assert shape.carried(3) == (selection,) and not shape.carried(2)
+    # three digits for each of five keys
+    assert message_width(LayerSizes.for_model(shape, seq_length=16), 3) == 32 + 5 * 3
 
 
 @pytest.mark.parametrize(

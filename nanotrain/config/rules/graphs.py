@@ -46,7 +46,7 @@ def check_graph_parts(c: Settings) -> Errors:
         return
     scope = set(c.train.cuda_graph_scope)
     kinds = set(c.model.mixers) - {None}
-    attention = {"attention", "mla", "dsa", "block_sparse"}
+    attention = {"attention", "mla", "dsa", "shared_dsa", "block_sparse"}
     has_attention = bool(kinds & attention)
     has_others = bool(kinds - attention)
     parts = {

@@ -38,6 +38,7 @@ MODEL: Rules = (
     model.check_values_and_norms,
     heads.check_shared_keys,
     heads.check_shared_key_settings,
+    heads.check_shared_selections,
     residuals.check_parallel_residual,
     residuals.check_plain_layers,
     residuals.check_streams,

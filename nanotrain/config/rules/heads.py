@@ -92,6 +92,36 @@ def check_shared_key_settings(c: Settings) -> Errors:
         )
 
 
+def check_shared_selections(c: Settings) -> Errors:
+    """Layers that attend to the selection of an earlier indexer."""
+    shares = c.model.shared_selections
+    if c.model.sparse_attention_type != "dsa" or not any(shares):
+        return
+    what = f"dsa_indexer_share_freq {c.dsa.share_freq}"
+    mixers = c.model.mixers
+    first = mixers.index("dsa") if "dsa" in mixers else 0
+    others = c.model.num_layers - first - 1
+    if shares[first]:
+        yield ConfigError(
+            f"{what}, and layer {first} is the first with sparse attention",
+            why="no earlier layer has an indexer whose selection it could read",
+            fix=f"set --dsa-indexer-share-freq [0]*{first + 1}+[1]*{others}",
+        )
+    if c.optim.freeze or c.optim.train_only:
+        yield ConfigError(
+            f"{what} with freeze or train_only",
+            why="layers without an indexer do not know whether that of an earlier layer warms up, "
+            "in which attention is to all keys",
+            fix="leave out --dsa-indexer-share-freq, or --freeze and --train-only",
+        )
+    if c.memory.cpu_offloading:
+        yield ConfigError(
+            f"{what} with cpu_offloading",
+            why="a selection stays on the device until the last layer that reads it",
+            fix="leave --dsa-indexer-share-freq or --cpu-offloading out",
+        )
+
+
 def check_heads_of_kinds(c: Settings) -> Errors:
     """Widths of heads with and without a window, and values that are keys."""
     model = c.model

@@ -341,7 +341,10 @@ def unused_residual(c: Settings) -> UnusedFields:
 
 
 def unused_blocks(c: Settings) -> UnusedFields:
-    """Sizes of blocks of keys where keys are selected one by one."""
+    """Sizes of blocks of keys where keys are selected one by one, and shared selections of keys."""
+    if c.model.sparse_attention_type == "blocks":
+        why = "layers share selections of keys, and none of blocks"
+        yield unused("dsa_indexer_share_freq", by="sparse_attention_type", why=why)
     if c.model.sparse_attention_type != "dsa":
         return
     yield unused(
@@ -369,11 +372,7 @@ def unused_with_mla(c: Settings) -> UnusedFields:
         why="the projections of multi_latent_attention have no biases",
         is_harmless=True,
     )
-    yield unused(
-        "add_attention_output_bias",
-        by=by,
-        why="the projections of multi_latent_attention have no biases",
-    )
+    yield unused("add_attention_output_bias", by=by, why="its projections have no biases")
     yield unused("kv_channels", by=by, why=MLA_HEADS, is_harmless=True)
     yield unused("qk_layernorm", by=by, why=always_normalizes, is_harmless=True)
     yield unused("qk_l2_norm", by=by, why=always_normalizes)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.layer_kinds import LinearAttentionConfig, MLAConfig
+from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig, MLAConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
@@ -90,6 +90,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
         moe=_canonical_moe(shape),
+        dsa=_canonical_dsa(model_config),
         mla=_canonical_mla(model_config.mla, epsilon=epsilon),
         linear_attention=_canonical_linear(model_config.linear_attention, epsilon=epsilon),
         softmax_scale=_canonical_scale(model_config, shape),
@@ -116,6 +117,13 @@ def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
         return None
     layer_freq = write_pattern(shape.moe_layers)
     return replace(shape.moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=layer_freq)
+
+
+def _canonical_dsa(model_config: ModelConfig) -> DSAConfig | None:
+    """The section of sparse attention with one pattern for the layers without an indexer."""
+    if model_config.dsa is None:
+        return None
+    return replace(model_config.dsa, share_freq=write_layers(model_config.shared_selections))
 
 
 def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None:

@@ -9,6 +9,7 @@ lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dsa                 an indexer in every layer
+shared_dsa          GLM-5.2: an indexer in some layers, whose selection the next ones read
 """
 
 import math
@@ -18,7 +19,7 @@ from typing import Any
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import read_hybrid_pattern, write_pattern
-from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.canonical import resolved, write_layers
 from nanotrain.interop.hf.config_class import pass_over
 from nanotrain.interop.hf.experts import read_mlp_types, write_num_shared
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
@@ -343,6 +344,30 @@ def _read_dsa(raw: Raw) -> Values:
     return {}
 
 
+INDEXERS = {"full": False, "shared": True}
+
+
+def _read_shared_dsa(raw: Raw) -> Values:
+    """GLM-5.2: a kind of indexer per layer, which the class derives from older entries."""
+    kinds = raw["indexer_types"]
+    check_length(kinds, raw["num_hidden_layers"])
+    for kind in kinds:
+        if kind not in INDEXERS:
+            reject("indexer_types", kind, instead=f"one of {', '.join(INDEXERS)}")
+    if kinds[0] != "full":
+        reject("indexer_types of layer 0", kinds[0], instead="full")
+    values = _read_dsa(
+        raw | {"indexer_types": None, "index_topk_freq": 1, "index_topk_pattern": None}
+    )
+    values["dsa.share_freq"] = write_layers([INDEXERS[kind] for kind in kinds])
+    return values
+
+
+def _write_shared_dsa(model_config: ModelConfig) -> Values:
+    shares = model_config.shared_selections
+    return {"indexer_types": ["shared" if is_shared else "full" for is_shared in shares]}
+
+
 LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_nemotron, _write_nemotron),
     "granite_layers": Part(_read_granite, _write_granite),
@@ -353,4 +378,5 @@ LAYER_PARTS: dict[str, Part] = {
     "linear_layers": Part(_read_linear_layers, _write_linear_layers),
     "kimi_linear": Part(_read_kimi_linear, _write_kimi_linear),
     "dsa": Part(_read_dsa),
+    "shared_dsa": Part(_read_shared_dsa, _write_shared_dsa),
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 from nanotrain.attention.call import AttentionCall, TileKernel
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.latent import attend_gathered
-from nanotrain.attention.selection import Index
+from nanotrain.attention.selection import AnyIndex
 from nanotrain.attention.sparse import attend_selected
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.autograd import eager, gather_along
@@ -54,7 +54,7 @@ def attend_latent(
     key: Tensor,
     value: Tensor,
     call: AttentionCall,
-    index: Index,
+    index: AnyIndex,
     scores: ScoreOptions | None,
 ) -> Tensor:
     """Attention of a call in one of the forms of latent attention, by the keys it is given."""

@@ -28,16 +28,11 @@ MIXERS: dict[str, LayerKind] = {
     ),
     "shared_kv": LayerKind(shared_kv.declare, shared_kv.operators, has_keys=True),
     "mla": LayerKind(
-        attention.mla,
-        attention.mla_operators,
-        has_keys=True,
-        clipped_rows=attention.mla_rows,
+        attention.mla, attention.mla_operators, has_keys=True, clipped_rows=attention.mla_rows
     ),
-    "dsa": LayerKind(
-        dsa.declare,
-        dsa.operators,
-        has_keys=True,
-        clipped_rows=attention.mla_rows,
+    "dsa": LayerKind(dsa.declare, dsa.operators, has_keys=True, clipped_rows=attention.mla_rows),
+    "shared_dsa": LayerKind(
+        dsa.declare_shared, dsa.operators, has_keys=True, clipped_rows=attention.mla_rows
     ),
     "block_sparse": LayerKind(
         block_sparse.declare,

@@ -20,6 +20,7 @@ from nanotrain.spec.operators import (
 from nanotrain.spec.over_cp import all_gather_sent
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import Chunks, ModelShape
+from nanotrain.spec.shared_state import shared_bytes
 
 KEY_VALUE_UP = "kv_up.weight"
 BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB in fp32
@@ -59,17 +60,41 @@ def declare(declare: Declaration) -> Specs:
     indexer += nest("key", declare.replicated_linear(dsa.head_dim, hidden))
     indexer += nest("key_norm", grouped("norms", norm))
     indexer += nest("head_weight", summed([head_weight], declare.sequence_axes))
+    return declare_shared(declare) + nest("indexer", indexer)
+
+
+def declare_shared(declare: Declaration) -> Specs:
+    """A layer that attends to the selection of an earlier one, without an indexer."""
     latent: list[ParamSpec] = []
     for spec in mla(declare):
         # attention multiplies with it in the dtype of the activations
         is_up = spec.name == KEY_VALUE_UP
         latent.append(replace(spec, in_fp8=False) if is_up else spec)
-    return tuple(latent) + nest("indexer", indexer)
+    return tuple(latent)
 
 
 def _sizes(shape: ModelShape) -> DSAConfig:
     assert shape.dsa is not None, "sparse_attention_type is dsa"
     return shape.dsa
+
+
+def _index_width(s: LayerSizes) -> int:
+    """Channels of an index key; none where an earlier layer selects."""
+    if s.shape.selection_source(s.layer) is not None:
+        return 0
+    return _sizes(s.shape).head_dim
+
+
+def _kept_positions(s: LayerSizes) -> tuple[Saved, ...]:
+    """A selection that layers share: an input of core attention and of MLPs that are recomputed."""
+    reads = s.shape.selection_source(s.layer) is not None
+    kept = shared_bytes(s, s.shape.kept(s.layer))
+    if not reads and not kept:
+        return ()
+    positions = Saved(s.tokens * _sizes(s.shape).topk * INT32, only_with="core_attn")
+    # what the context of the microbatch has for later layers lives as long as the context
+    module = "moe" if s.shape.has_experts(s.layer) else "mlp"
+    return positions, Saved(kept, only_with=module)
 
 
 def _compressed_width(shape: ModelShape) -> int:
@@ -94,7 +119,9 @@ def operators(s: LayerSizes) -> Operators:
         projections = _without_key_value_up(projections)
         projections.append(_absorbed_products(s, heads=heads))
         attention = _gathered_attention(s, heads=heads)
-    indexer = _indexer(s, heads=heads)
+    indexer: Operators = []
+    if s.shape.selection_source(s.layer) is None:
+        indexer = _indexer(s, heads=heads)
     output = s.row(heads * s.shape.value_head_dim)
     return [*projections, *indexer, attention, output]
 
@@ -192,7 +219,7 @@ def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
         value_head_dim=s.shape.value_head_dim,
         chunks=(sequence,),
         window=_sizes(s.shape).topk,
-        saves=_saves(s, heads=heads),
+        saves=_saves(s, heads=heads) + _kept_positions(s),
         working=_backward_temporaries(s, heads=heads),
         over_cp=_over_cp(s, heads=heads),
     )
@@ -205,7 +232,7 @@ def _gathered_attention(s: LayerSizes, *, heads: int) -> GatheredAttention:
     assert shape.mla is not None, "a rule demands it"
     length = s.seq_length * s.cp
     width = _compressed_width(shape)
-    token_bytes = (width + dsa.head_dim) * s.itemsize
+    token_bytes = (width + _index_width(s)) * s.itemsize
     other_ranks = s.cp - 1
     sent = other_ranks * s.tokens * token_bytes
     whole = Chunks(1, length)
@@ -221,7 +248,7 @@ def _gathered_attention(s: LayerSizes, *, heads: int) -> GatheredAttention:
         window=dsa.topk,
         compressed=shape.mla.kv_lora_rank,
         width=width,
-        saves=_saved_by_gathered(s, heads=heads, width=width),
+        saves=_saved_by_gathered(s, heads=heads, width=width) + _kept_positions(s),
         working=_gathered_working(s, heads=heads, width=width),
         over_cp=all_gather_sent(sent),
     )
@@ -257,7 +284,7 @@ def _saved_by_gathered(s: LayerSizes, *, heads: int, width: int) -> tuple[Saved,
         key = Saved(local_key, dropped_by=("mla_up_proj",))
         return query, output, results, key_input, key
     # gathered together with the index keys
-    token_bytes = (width + dsa.head_dim) * s.itemsize
+    token_bytes = (width + _index_width(s)) * s.itemsize
     all_tokens = s.cp * s.tokens
     gathered = Saved(all_tokens * token_bytes, dropped_by=core)
     kept_input = Saved(local_key, dropped_by=("mla_up_proj",), only_with="core_attn")
@@ -326,7 +353,7 @@ def _over_cp(s: LayerSizes, *, heads: int) -> tuple[Sent, ...]:
     """Keys, values and index keys to every other rank, and their gradients."""
     shape = s.shape
     key_value_width = heads * (shape.head_dim + shape.value_head_dim)
-    width = key_value_width + _sizes(shape).head_dim
+    width = key_value_width + _index_width(s)
     other_ranks = s.cp - 1
     sent = other_ranks * s.tokens * width * s.itemsize
     return all_gather_sent(sent)

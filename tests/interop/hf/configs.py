@@ -156,6 +156,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v32-yarn": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER),
     "glm_moe_dsa": ("GlmMoeDsa", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | GLM5),
+    "glm_moe_dsa-shared": (  # GLM-5.2: two layers of four have no indexer
+        "GlmMoeDsa",
+        LLAMA_SHAPE
+        | DEEPSEEK_V3
+        | INDEXER
+        | GLM5
+        | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | hybrid_shapes.GLM4_MOE),
     "glm4_moe-plain": (
         "Glm4Moe",
@@ -448,6 +456,7 @@ FP64_FAMILIES = (
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 # not with YaRN, whose angles are in fp32
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}
+IN_FP64 |= {"glm_moe_dsa-shared": "glm_moe_dsa"}
 IN_FP64 |= {"apertus": "apertus"}  # alike with the scaling of Llama 3
 IN_FP64 |= dict.fromkeys(("llama4", "llama4-plain", "llama4-by-lists"), "llama4")
 for name in LLAMA_LIKE:
