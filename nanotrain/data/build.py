@@ -117,13 +117,13 @@ def build_data(
     blends = [parse_data_path(_paths(data, name)) for name in SPLITS]
     entries = [*chain(*blends), *named.values()]
     require_same_tokenizer(entry.prefix for entry in entries)
-    check_masks(data, [entry.prefix for entry in blends[0]])
     opener = _CorpusOpener(data, ChunkCache.of(data), vocab_size=vocab_size, seed=seed)
     built = {}
     for name, blend in zip(SPLITS, blends, strict=True):
         built[name] = _build_split(name, blend, opener=opener, is_required=name in required)
     if data.loss_weights:
         built["train"] = _with_loss_weights(built["train"], data)
+    check_masks(data, [entry.prefix for entry in blends[0]])
     valid_sets: dict[str, SampleDataset] = {}
     for name, entry in named.items():
         dataset = opener.open_whole(entry.prefix)

@@ -42,7 +42,9 @@ def warn_of_other_templates(prefixes: Sequence[Path]) -> None:
         template = read_info(prefix).chat_template_sha256
         if template:
             templates[prefix] = template
-    first = next(iter(templates), None)
+    if not templates:
+        return
+    first = next(iter(templates))
     for prefix, template in templates.items():
         if template != templates[first]:
             log.warning(

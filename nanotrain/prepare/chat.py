@@ -11,13 +11,14 @@ made the tokenizer, so it runs in a process of its own (`chat_process`).
 
 What the assistant writes is marked by `{% generation %}` in the template, as transformers defines
 it. In other templates it is what each assistant message adds to the messages before it and the
-prompt for a reply, which needs a template that never changes an earlier turn.
+prompt for a reply. Where a template shortens earlier turns (of models that think, for example) it
+is the text from that prompt to the end of the content and of the turn.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ import numpy as np
 from nanotrain.data.encoding_budget import within_budget
 from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
-from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, refused
+from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, Rendered, refused
 from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
 ASSISTANT = "assistant"
@@ -158,9 +159,15 @@ class ChatTemplate:
                 mask[first : last + 1] = 1
             return ids, mask
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
-        for begin, end in _find_replies(parsed, text, process=program.process):
+        closing = self._closing
+        for begin, end in _find_replies(parsed, text, process=program.process, closing=closing):
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
+
+    @cached_property
+    def _closing(self) -> str:
+        """The text that ends a reply."""
+        return self.turn_end().text
 
     def turn_end(self) -> TurnEnd:
         """What ends a reply: the first added token of the text that the template writes after it.
@@ -227,9 +234,16 @@ class _Program:
 
 
 def _find_replies(
-    conversation: Conversation, text: str, *, process: ChatProcess
+    conversation: Conversation, text: str, *, process: ChatProcess, closing: str
 ) -> list[tuple[int, int]]:
-    """First character, and the one after the last, of every message of the assistant."""
+    """First character, and the one after the last, of every message of the assistant.
+
+    Args:
+        conversation: the messages.
+        text: what the template writes for them.
+        process: the template.
+        closing: the text that ends a reply.
+    """
     spans = []
     messages = conversation.messages
     render = partial(process.render, tools=conversation.tools)
@@ -240,20 +254,42 @@ def _find_replies(
             raise refused("its first message is of the assistant, so nothing asks for it")
         before = render(messages[:number], add_generation_prompt=True).text
         through = render(messages[: number + 1]).text
-        if not (text.startswith(through) and through.startswith(before)):
-            raise DataError(
-                "the chat template changes earlier turns",
-                why=(
-                    f"message {number + 1} is another text once others follow it, "
-                    "so its tokens are unknown"
-                ),
-                fix=(
-                    "add {% generation %} and {% endgeneration %} around the assistant's text in "
-                    "a copy of the template, and name it with --chat-template"
-                ),
-            )
-        spans.append((len(before), len(through)))
+        if not text.startswith(before):
+            raise _changes_turns(number)
+        end = len(through)
+        if not text.startswith(through):
+            end = _end_of_content(messages, number, text=text, render=render)
+            end += len(closing) if text.startswith(closing, end) else 0
+        spans.append((len(before), end))
     return spans
+
+
+def _end_of_content(
+    messages: Sequence[Message], number: int, *, text: str, render: Callable[..., Rendered]
+) -> int:
+    """The character after the content of a message, found by a text that is added to it.
+
+    Raises:
+        DataError: the template changes the content, or leaves it out.
+    """
+    message = messages[number]
+    longer = message | {"content": (message["content"] or "") + _REPLY}
+    marked = render([*messages[:number], longer, *messages[number + 1 :]]).text
+    before, mark, after = marked.partition(_REPLY)
+    if not mark or before + after != text:
+        raise _changes_turns(number)
+    return len(before)
+
+
+def _changes_turns(number: int) -> DataError:
+    """The error for a template that writes other text for a message once others follow it."""
+    return DataError(
+        "the chat template changes earlier turns",
+        why=f"message {number + 1} is another text once others follow it, "
+        "so its tokens are unknown",
+        fix="add {% generation %} and {% endgeneration %} around the assistant's text in "
+        "a copy of the template, and name it with --chat-template",
+    )
 
 
 def _parse_message(message: dict[str, Any]) -> Message:

@@ -122,20 +122,24 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 def _own_checkpoints_first(config: Config, folder: RunFolder) -> Config:
     """The configuration of a start: a fine-tuning that has checkpoints goes on from them.
 
-    With weights of its own folder it begins anew.
+    Raises:
+        ConfigError: a fine-tuning has no weights.
     """
     options = config.checkpoint
     load = _load_path(config)
     entries = step_entries(folder.checkpoints)
-    if load is None or not options.finetune or not options.auto_resume or not entries:
+    if config.data.sft and not (load or options.pretrained_checkpoint or entries):
+        raise ConfigError(
+            "--sft without weights to start from",
+            why=f"a new model has nothing to fine-tune, and {folder.path} has no checkpoint",
+            fix="set --load RUN or --pretrained-checkpoint FOLDER",
+        )
+    if load is None or not entries or not options.finetune or not options.auto_resume:
         return config
     if load.resolve().is_relative_to(folder.path.resolve()):
-        return config
-    log.info(
-        "the run goes on from its own %s; --no-auto-resume starts again from %s",
-        entries[-1].name,
-        options.load,
-    )
+        return config  # it takes the weights of its own folder
+    line = "the run goes on from its own %s; --no-auto-resume starts again from %s"
+    log.info(line, entries[-1].name, load)
     return replace(config, checkpoint=replace(options, load=None, finetune=False))
 
 
@@ -154,7 +158,7 @@ def check_local_files(loaded: Loaded) -> None:
         NanotrainError: a corpus, a tokenizer, a checkpoint or a model folder that cannot be used,
             or a split without training documents.
     """
-    config = loaded.config
+    config = _own_checkpoints_first(loaded.config, RunFolder.of(loaded.config))
     data = config.data
     for entry in named_corpora(data):
         if isinstance(entry.prefix, Address):

@@ -36,6 +36,12 @@ MARKED = (
 # as of models that think: what they thought in earlier turns is left out
 FORGETS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else '' }}<|im_end|>\n{% endfor %}"
 FORGETS += PROMPT
+# of models that think: only the last reply has a thought, an empty one where there is none
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<think>{{ m.reasoning_content or '' }}</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    + PROMPT
+)
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 TALKS = [
     [
@@ -90,6 +96,17 @@ def test_only_what_the_assistant_writes_is_a_target(
             assert mask.tolist() == theirs["assistant_masks"]
         targets = tokenizer.decode(np.array(ids)[mask == 1].tolist())
         assert targets == "".join(content + end for role, content in talk if role == "assistant")
+
+
+def test_replies_of_a_template_that_shortens_earlier_turns(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, THINKS)
+    chat, tokenizer = ChatTemplate(folder), AutoTokenizer.from_pretrained(folder)
+    talk = messages(TALKS[0])
+    talk[4]["reasoning_content"] = "it is"
+    ids, mask = chat.encode(json.dumps(talk))
+    assert ids == tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+    targets = tokenizer.decode(np.array(ids)[mask == 1].tolist())
+    assert targets == "it is 4<|im_end|><think>it is</think>\nyes é日<|im_end|>\n"
 
 
 def test_prepared_conversations_train_on_replies_beside_plain_text(

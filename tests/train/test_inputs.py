@@ -283,6 +283,14 @@ def test_a_fine_tuning_goes_on_from_its_own_checkpoints(saved, tmp_path, logged)
         assert config.checkpoint.finetune and not inputs.is_resumed
 
 
+def test_a_fine_tuning_without_weights_is_an_error(tmp_path):
+    line = ["--data-path", str(tmp_path / "none"), "--vocab-size", "260", "--sft"]
+    loaded = load([*line, "--run-dir", str(tmp_path / "run")])
+    for start in (open_inputs, inputs_module.check_local_files):
+        with pytest.raises(ConfigError, match="--sft without weights .* set --load RUN or --pre"):
+            start(loaded)
+
+
 def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(
     saved, tmp_path, monkeypatch
 ):
