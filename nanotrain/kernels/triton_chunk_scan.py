@@ -1,6 +1,7 @@
 r"""Triton kernels of chunked linear attention, forward: Mamba-2, Gated DeltaNet and KDA.
 
-    prepare   pairs of tokens in a chunk, and the WY form of delta rules     all chunks at once
+    prepare   pairs of tokens in a chunk, the WY form of delta rules, and
+              d q and e k with decays per channel                            all chunks at once
     walk      states and outputs, chunk after chunk, the state in registers  all heads at once
 
 In a chunk of C tokens, with cumulative logarithms g of decays, d = exp(g), e = exp(g_C - g), and
@@ -31,13 +32,18 @@ try:
 
     from nanotrain.kernels.triton_scan_tiles import (
         allowed_pairs,
-        chunk_decays,
         decayed_pairs,
+        decays_from_start,
+        decays_over,
+        decays_to_end,
         load_channels,
         load_decay,
+        load_last,
         load_queries,
         load_rates,
+        load_scaled,
         load_state,
+        load_sums,
         load_values,
         load_vectors,
         locate_tokens,
@@ -47,6 +53,7 @@ try:
         store_decay,
         store_state,
         store_values,
+        unit_factors,
         unit_lower_inverse,
     )
 except ImportError:
@@ -54,6 +61,8 @@ except ImportError:
 
 CHUNK_SIZE = 64  # tokens of a chunk
 VALUE_BLOCK = 64  # most columns of a state that a program has in registers
+CHANNEL_BLOCK = 64  # most channels of a chunk's keys that a program has in registers
+DELTA_BLOCK = 32  # the same of a delta rule, whose gradients need more tiles at once
 NORM_EPS = 1e-6  # added to squared lengths, as in attention/delta_rule.py
 MIN_TILE = 16  # least rows and columns of a product
 WARPS = 8
@@ -66,6 +75,9 @@ class Prepared(NamedTuple):
     pairs: Tensor  # [B, N, M, C, C], queries and keys
     reads: Tensor | None  # [B, S, N, K], W of a delta rule
     targets: Tensor  # [B, S, N, V], U of a delta rule; else the values
+    # with decays per channel, which a walk would need registers for
+    queries: Tensor | None  # [B, S, N, K], d q
+    keys: Tensor | None  # [B, S, N, K], e k
 
 
 class Kept(NamedTuple):
@@ -85,37 +97,83 @@ class Written(NamedTuple):
 if triton is not None:
 
     @triton.jit
-    def chunk_system(
-        keys: tensor,
-        rates: tensor,
-        decay: tensor,
-        data: bundle,
-        rows: tensor,
-        allowed: tensor,
-        sizes: bundle,
-    ) -> bundle:
-        """[C, C] fp32 twice: pairs of keys with earlier ones, and the inverse of the system."""
-        pairs = decayed_pairs(keys, keys, decay, data, rows, sizes)
-        is_earlier = pairs_below(allowed, sizes)
-        pairs = tl.where(is_earlier, pairs, 0.0)
-        inverse = unit_lower_inverse(pairs * rates, sizes)
-        return pairs, inverse
-
-    @triton.jit
     def add_decays(
         single: tensor, total: tensor, tokens: tensor, rows: tensor, inside: tensor, sizes: bundle
     ) -> None:
         """Write the cumulative logarithms of a chunk, from those of single tokens."""
-        decay = load_decay(single, tokens, inside, sizes)
-        store_decay(total, tl.cumsum(decay, 0), rows, sizes)
+        for start in range(0, sizes.decay_dim, sizes.channels):
+            decay = load_decay(single, tokens, inside, start, sizes)
+            store_decay(total, tl.cumsum(decay, 0), rows, start, sizes)
         # tokens at borders of blocks are read from memory, which other threads have written
         tl.debug_barrier()
+
+    @triton.jit
+    def key_pairs(
+        data: bundle,
+        factors: tensor,
+        vectors: tensor,
+        rows: tensor,
+        inside: tensor,
+        allowed: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, C] fp32: pairs of keys with earlier ones, of a delta rule."""
+        pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
+            decay = load_sums(data.decay, rows, start, sizes)
+            pairs += decayed_pairs(keys, keys, decay, data, rows, start, sizes)
+        return tl.where(pairs_below(allowed, sizes), pairs, 0.0)
+
+    @triton.jit
+    def score_pairs(
+        data: bundle,
+        query_factors: tensor,
+        key_factors: tensor,
+        vectors: tensor,
+        rows: tensor,
+        inside: tensor,
+        allowed: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, C] fp32: pairs of queries with keys that are at most as late."""
+        pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            queries = load_scaled(data.query, query_factors, vectors, inside, start, sizes)
+            keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
+            decay = load_sums(data.decay, rows, start, sizes)
+            pairs += decayed_pairs(queries, keys, decay, data, rows, start, sizes)
+        return tl.where(allowed, pairs, 0.0)
+
+    @triton.jit
+    def store_decayed(
+        data: bundle,
+        query_factors: tensor,
+        key_factors: tensor,
+        out: bundle,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        num_chunks: tensor,
+        sizes: bundle,
+    ) -> None:
+        """Write d q and e k of a chunk."""
+        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            decay = load_sums(data.decay, rows, start, sizes)
+            queries = load_scaled(data.query, query_factors, vectors, inside, start, sizes)
+            queries *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            store_channels(out.queries, queries, tokens, inside, start, sizes)
+            last = load_last(data.decay, rows, start, sizes)
+            keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
+            keys *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+            store_channels(out.keys, keys, tokens, inside, start, sizes)
 
     @triton.jit
     def _prepare(
         data: bundle, single_decay: tensor, out: bundle, length: tensor, sizes: bundle
     ) -> None:
-        """Pairs of queries and keys, and W and U of a delta rule, of one chunk of a head.
+        """All that is prepared of one chunk of a head.
 
         Where decays of single tokens are given, their sums are written first.
         """
@@ -126,28 +184,71 @@ if triton is not None:
         dtype = data.value.dtype.element_ty
         if single_decay is not None:
             add_decays(single_decay, data.decay, tokens, rows, inside, sizes)
-        keys = load_vectors(data.key, vectors, inside, sizes)
-        queries = load_queries(data, vectors, inside, sizes)
         allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
-        decay, from_start, _, _ = chunk_decays(data, rows, row, chunk, length, sizes)
-        scores = decayed_pairs(queries, keys, decay, data, rows, sizes)
-        scores = tl.where(allowed, scores, 0.0)
+        factors = unit_factors(data.key, vectors, inside, sizes)
+        query_factors = unit_factors(data.query, vectors, inside, sizes) * sizes.scale
+        scores = score_pairs(data, query_factors, factors, vectors, rows, inside, allowed, sizes)
         here = row.to(tl.int64) * num_chunks + chunk
         square = out.pairs + square_offsets(here, sizes)
         tl.store(square, scores.to(dtype))
+        if sizes.by_channel:
+            store_decayed(data, query_factors, factors, out, row, chunk, length, num_chunks, sizes)
         if sizes.corrects:
             rates = load_rates(data, tokens, inside)
-            _, inverse = chunk_system(keys, rates, decay, data, rows, allowed, sizes)
+            pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
+            inverse = unit_lower_inverse(pairs * rates, sizes)
             inverse = inverse.to(dtype)
-            decayed_keys = rates * from_start
-            decayed_keys *= keys
-            reads = tl.dot(inverse, decayed_keys.to(dtype))
-            store_channels(out.reads, reads, tokens, inside, sizes)
+            factors *= rates
+            for start in range(0, sizes.key_dim, sizes.channels):
+                keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
+                decay = load_sums(data.decay, rows, start, sizes)
+                keys *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+                reads = tl.dot(inverse, keys.to(dtype))
+                store_channels(out.reads, reads, tokens, inside, start, sizes)
             for start in range(0, sizes.value_dim, sizes.block):
                 values = load_values(data.value, tokens, inside, start, sizes)
                 scaled = rates * values
                 solved = tl.dot(inverse, scaled.to(dtype))
                 store_values(out.targets, solved, tokens, inside, start, sizes)
+
+    @triton.jit
+    def load_reading(
+        data: bundle,
+        prepared: bundle,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        num_chunks: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, channels]: d q, what reads the state before a chunk."""
+        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        if sizes.by_channel:
+            return load_channels(prepared.queries, tokens, inside, 0, sizes)
+        queries = load_queries(data, vectors, inside, sizes)
+        decay = load_sums(data.decay, rows, 0, sizes)
+        queries *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+        return queries.to(data.value.dtype.element_ty)
+
+    @triton.jit
+    def load_writing(
+        data: bundle,
+        prepared: bundle,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        num_chunks: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, channels]: e k, at which a chunk adds to its state."""
+        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        if sizes.by_channel:
+            return load_channels(prepared.keys, tokens, inside, 0, sizes)
+        keys = load_vectors(data.key, vectors, inside, sizes)
+        decay = load_sums(data.decay, rows, 0, sizes)
+        last = load_last(data.decay, rows, 0, sizes)
+        keys *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+        return keys.to(data.value.dtype.element_ty)
 
     @triton.jit
     def load_change(
@@ -163,7 +264,7 @@ if triton is not None:
         target = load_values(prepared.targets, tokens, inside, start, sizes)
         target = target.to(tl.float32)
         if sizes.corrects:
-            reads = load_channels(prepared.reads, tokens, inside, sizes)
+            reads = load_channels(prepared.reads, tokens, inside, 0, sizes)
             change = target - tl.dot(reads, state)
         else:
             change = target * load_rates(data, tokens, inside)
@@ -188,12 +289,11 @@ if triton is not None:
         start = tl.program_id(0) * sizes.block
         row = tl.program_id(1)
         dtype = data.value.dtype.element_ty
-        state = tl.zeros([sizes.width, sizes.block], tl.float32)
+        state = tl.zeros([sizes.channels, sizes.block], tl.float32)
         if initial is not None:
-            state += load_state(initial, row, start, sizes)
+            state += load_state(initial, row, 0, start, sizes)
         for chunk in range(num_chunks):
-            inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-            _, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
+            inside, _, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
             low_state = state.to(dtype)
             change = load_change(data, prepared, low_state, tokens, inside, start, sizes)
             change = change.to(dtype)
@@ -203,18 +303,17 @@ if triton is not None:
                 if sizes.corrects:
                     store_values(kept.corrections, change, tokens, inside, start, sizes)
             else:
-                queries = load_queries(data, vectors, inside, sizes)
-                queries *= from_start
+                queries = load_reading(data, prepared, row, chunk, length, num_chunks, sizes)
                 square = prepared.pairs + square_offsets(here, sizes)
                 pairs = tl.load(square)
-                result = tl.dot(queries.to(dtype), low_state)
+                result = tl.dot(queries, low_state)
                 result += tl.dot(pairs, change)
                 store_values(out, result, tokens, inside, start, sizes)
-            keys = load_vectors(data.key, vectors, inside, sizes)
-            keys *= to_end
-            keys = tl.trans(keys.to(dtype))
-            state *= over
-            state += tl.dot(keys, change)
+            keys = load_writing(data, prepared, row, chunk, length, num_chunks, sizes)
+            last = load_last(data.decay, rows, 0, sizes)
+            over = decays_over(last, data.documents, row, chunk, length, sizes)
+            state *= tl.trans(over)
+            state += tl.dot(tl.trans(keys), change)
         if kept is None:
             store_state(final, state, row, start, sizes)
 
@@ -223,7 +322,10 @@ def scan_sizes(inputs: Inputs, *, corrects: bool) -> Sizes:
     """The constants of the kernels for some inputs."""
     heads, value_dim = inputs.value.shape[2:]
     groups, key_dim = inputs.key.shape[2:]
-    width = triton.next_power_of_2(key_dim)
+    key_width = triton.next_power_of_2(key_dim)
+    channels = max(MIN_TILE, key_width)
+    decay_dim = inputs.decay.shape[-1]
+    most_channels = DELTA_BLOCK if corrects else CHANNEL_BLOCK
     value_width = triton.next_power_of_2(value_dim)
     block = max(MIN_TILE, value_width)
     scale = key_dim**-0.5 if corrects else 1.0
@@ -232,11 +334,12 @@ def scan_sizes(inputs: Inputs, *, corrects: bool) -> Sizes:
         groups=groups,
         key_dim=key_dim,
         value_dim=value_dim,
-        width=max(MIN_TILE, width),
+        channels=min(most_channels, channels),
         block=min(VALUE_BLOCK, block),
         chunk=CHUNK_SIZE,
         levels=CHUNK_SIZE.bit_length() - 1,
-        by_channel=inputs.decay.shape[-1] > 1,
+        decay_dim=decay_dim,
+        by_channel=decay_dim > 1,
         corrects=corrects,
         scale=scale,
         eps=NORM_EPS,
@@ -251,7 +354,7 @@ def empty_sums(decay: Tensor) -> Tensor:
 
 
 def prepare(inputs: Inputs, sizes: Sizes, *, decay: Tensor | None = None) -> Prepared:
-    """Pairs of all chunks, and W and U of a delta rule.
+    """What all chunks are computed from.
 
     Args:
         inputs: inputs of the scan.
@@ -264,10 +367,14 @@ def prepare(inputs: Inputs, sizes: Sizes, *, decay: Tensor | None = None) -> Pre
     chunk = sizes.chunk
     num_chunks = triton.cdiv(length, chunk)
     pairs = value.new_empty(batch, heads, num_chunks, chunk, chunk)
-    prepared = Prepared(pairs, None, value)
+    channels = (batch, length, heads, sizes.key_dim)
+    prepared = Prepared(pairs, None, value, None, None)
     if sizes.corrects:
-        reads = value.new_empty(batch, length, heads, sizes.key_dim)
-        prepared = Prepared(pairs, reads, torch.empty_like(value))
+        reads = value.new_empty(channels)
+        prepared = prepared._replace(reads=reads, targets=torch.empty_like(value))
+    if sizes.by_channel:
+        queries = value.new_empty(channels)
+        prepared = prepared._replace(queries=queries, keys=torch.empty_like(queries))
     grid = (num_chunks, batch * heads)
     _prepare[grid](inputs, decay, prepared, length, sizes.constants(), num_warps=WARPS)
     return prepared
@@ -320,10 +427,16 @@ def _launch_walk(
         outputs.final,
         inputs.value.shape[1],
         prepared.pairs.shape[2],
-        sizes.constants(),
+        walk_constants(sizes),
         num_warps=WARPS,
         num_stages=WALK_STAGES,
     )
+
+
+def walk_constants(sizes: Sizes) -> Sizes:
+    """The constants of a walk, which has all channels of a state in registers."""
+    channels = max(MIN_TILE, triton.next_power_of_2(sizes.key_dim))
+    return sizes._replace(channels=channels).constants()
 
 
 def walk_grid(inputs: Inputs, sizes: Sizes) -> tuple[int, int]:

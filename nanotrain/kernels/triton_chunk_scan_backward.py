@@ -28,6 +28,7 @@ from nanotrain.kernels.triton_chunk_scan import (
     WARPS,
     keep_states,
     prepare,
+    walk_constants,
     walk_grid,
 )
 from nanotrain.kernels.triton_scan_tiles import Inputs, Sizes
@@ -38,22 +39,25 @@ try:
     from triton.language import constexpr, tensor
     from triton.language import tuple as bundle
 
-    from nanotrain.kernels.triton_chunk_scan import chunk_system
+    from nanotrain.kernels.triton_chunk_scan import key_pairs, load_reading, load_writing
     from nanotrain.kernels.triton_scan_tiles import (
         allowed_pairs,
-        chunk_decays,
         column,
+        decays_from_start,
+        decays_over,
+        decays_to_end,
         line,
         load_channels,
-        load_queries,
+        load_last,
         load_rates,
+        load_scaled,
         load_state,
         load_sums,
         load_values,
-        load_vectors,
         locate_tokens,
         pair_gradients,
         pairs_below,
+        project_gradient,
         square_offsets,
         store_channels,
         store_decay,
@@ -61,7 +65,8 @@ try:
         store_values,
         tile_mask,
         tile_offsets,
-        unit_gradient,
+        unit_factors,
+        unit_lower_inverse,
     )
 except ImportError:
     triton = None
@@ -103,13 +108,12 @@ if triton is not None:
         start = tl.program_id(0) * sizes.block
         row = tl.program_id(1)
         dtype = data.value.dtype.element_ty
-        grad = tl.zeros([sizes.width, sizes.block], tl.float32)
+        grad = tl.zeros([sizes.channels, sizes.block], tl.float32)
         if grad_final is not None:
-            grad += load_state(grad_final, row, start, sizes)
+            grad += load_state(grad_final, row, 0, start, sizes)
         for index in range(num_chunks):
             chunk = num_chunks - 1 - index
-            inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-            _, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
+            inside, _, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
             here = row.to(tl.int64) * num_chunks + chunk
             low_grad = grad.to(dtype)
             store_state(between.states, low_grad, here, start, sizes)
@@ -117,99 +121,115 @@ if triton is not None:
             out = out.to(dtype)
             square = prepared.pairs + square_offsets(here, sizes)
             pairs = tl.load(square)
-            keys = load_vectors(data.key, vectors, inside, sizes)
-            keys *= to_end
+            keys = load_writing(data, prepared, row, chunk, length, num_chunks, sizes)
             change = tl.dot(tl.trans(pairs), out)
-            change += tl.dot(keys.to(dtype), low_grad)
+            change += tl.dot(keys, low_grad)
             change = change.to(dtype)
             store_values(between.corrections, change, tokens, inside, start, sizes)
-            queries = load_queries(data, vectors, inside, sizes)
-            queries *= from_start
-            queries = tl.trans(queries.to(dtype))
-            grad *= over
-            grad += tl.dot(queries, out)
+            queries = load_reading(data, prepared, row, chunk, length, num_chunks, sizes)
+            last = load_last(data.decay, rows, 0, sizes)
+            over = decays_over(last, data.documents, row, chunk, length, sizes)
+            grad *= tl.trans(over)
+            grad += tl.dot(tl.trans(queries), out)
             if sizes.corrects:
-                reads = load_channels(prepared.reads, tokens, inside, sizes)
+                reads = load_channels(prepared.reads, tokens, inside, 0, sizes)
                 grad -= tl.dot(tl.trans(reads), change)
         if grad_initial is not None:
             store_state(grad_initial, grad, row, start, sizes)
 
     @triton.jit
     def store_decay_gradient(
-        grad: tensor, decay: tensor, rows: tensor, sizes: bundle, adds: constexpr
+        grad: tensor,
+        decay: tensor,
+        rows: tensor,
+        start: tensor,
+        sizes: bundle,
+        adds: constexpr,
     ) -> None:
-        """Write or add [C, width], of one head's decays, summed where channels share theirs."""
-        if sizes.by_channel:
-            pointers = decay + tile_offsets(rows, 0, sizes.key_dim, sizes.width)
-            exists = rows >= 0
-            mask = tile_mask(exists, 0, sizes.key_dim, sizes.width)
-            if adds:
-                grad += tl.load(pointers, mask=mask, other=0.0)
-            tl.store(pointers, grad, mask=mask)
-        else:
-            total = tl.sum(grad, 1)
-            if adds:
-                total += tl.load(decay + rows)
-            tl.store(decay + rows, total)
+        """Write or add [C, channels], of decays per channel."""
+        pointers = decay + tile_offsets(rows, start, sizes.key_dim, sizes.channels)
+        exists = rows >= 0
+        mask = tile_mask(exists, start, sizes.key_dim, sizes.channels)
+        if adds:
+            grad += tl.load(pointers, mask=mask, other=0.0)
+        tl.store(pointers, grad, mask=mask)
 
     @triton.jit
-    def vector_gradients(
+    def value_side(
         data: bundle,
+        kept: bundle,
+        grad_out: tensor,
+        between: bundle,
         grads: bundle,
-        read: tensor,
-        write: tensor,
-        pairs: tensor,
-        carried: tensor,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
-        num_chunks: tensor,
+        tokens: tensor,
+        inside: tensor,
         sizes: bundle,
-    ) -> None:
-        """Write the gradients of queries, keys and decays of a chunk.
+    ) -> tensor:
+        """[C, C]: gradients of the pairs of queries and keys, do U'^T.
 
-        Args:
-            data: inputs.
-            grads: where they are written.
-            read: [C, width], of d q.
-            write: [C, width], of e k.
-            pairs: [C, C], of the pairs of queries and keys.
-            carried: [width], of d_C without the factor d_C.
-            row: index of the head.
-            chunk: index of the chunk.
-            length: tokens of a sequence.
-            num_chunks: chunks of a sequence.
-            sizes: constants.
+        Without a delta rule also writes the gradients of values and their factors.
+        """
+        dtype = data.value.dtype.element_ty
+        pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        rate_grad = tl.zeros([sizes.chunk], tl.float32)
+        rates = load_rates(data, tokens, inside)
+        for start in range(0, sizes.value_dim, sizes.block):
+            out = load_values(grad_out, tokens, inside, start, sizes)
+            change = load_values(kept.corrections, tokens, inside, start, sizes)
+            if not sizes.corrects:
+                grad = load_values(between.corrections, tokens, inside, start, sizes)
+                grad = grad.to(tl.float32)
+                rate_grad += tl.sum(grad * change, 1)
+                store_values(grads.value, grad * rates, tokens, inside, start, sizes)
+                change = (change * rates).to(dtype)
+            pairs += tl.dot(out.to(dtype), tl.trans(change))
+        if not sizes.corrects:
+            tl.store(grads.rate + tokens, rate_grad, mask=inside)
+        return pairs
+
+    @triton.jit
+    def state_side(
+        data: bundle,
+        kept: bundle,
+        grad_out: tensor,
+        between: bundle,
+        here: tensor,
+        tokens: tensor,
+        inside: tensor,
+        channel: tensor,
+        sizes: bundle,
+    ) -> bundle:
+        """Gradients through the states before and after a chunk, of some channels.
+
+        Writes those of W, and returns those of d q and e k [C, channels], and of d_C [channels]
+        without the factor d_C.
         """
         size: constexpr = sizes.chunk
+        channels: constexpr = sizes.channels
         dtype = data.value.dtype.element_ty
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-        decay, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
-        keys = load_vectors(data.key, vectors, inside, sizes)
-        queries = load_queries(data, vectors, inside, sizes)
-        read *= from_start
-        write *= to_end
-        written = tl.sum(keys * write, 0)
-        last = line(carried) * tl.trans(over)
-        last += line(written)
-        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
-        pairs = tl.where(allowed, pairs, 0.0)
-        low_queries = queries.to(dtype)
-        low_keys = keys.to(dtype)
-        query_grad, key_grad = pair_gradients(
-            pairs, low_queries, low_keys, read, write, decay, data, rows, sizes
-        )
-        decay_grad = low_queries * query_grad
-        decay_grad -= low_keys * key_grad
-        index = tl.arange(0, size)
-        is_last = index == size - 1
-        decay_grad += tl.where(column(is_last), last, 0.0)
-        store_decay_gradient(decay_grad, grads.decay, rows, sizes, False)
-        key_grad = unit_gradient(key_grad, data.key, vectors, inside, sizes)
-        query_grad = unit_gradient(query_grad, data.query, vectors, inside, sizes)
-        query_grad *= sizes.scale
-        store_channels(grads.key, key_grad, tokens, inside, sizes)
-        store_channels(grads.query, query_grad, tokens, inside, sizes)
+        read = tl.zeros([size, channels], tl.float32)
+        write = tl.zeros([size, channels], tl.float32)
+        reads = tl.zeros([size, channels], tl.float32)
+        carried = tl.zeros([channels], tl.float32)
+        rates = load_rates(data, tokens, inside)
+        for start in range(0, sizes.value_dim, sizes.block):
+            out = load_values(grad_out, tokens, inside, start, sizes)
+            state = load_state(kept.states, here, channel, start, sizes)
+            read += tl.dot(out.to(dtype), tl.trans(state))
+            if sizes.corrects:
+                change_grad = load_values(between.corrections, tokens, inside, start, sizes)
+                reads -= tl.dot(change_grad, tl.trans(state))
+            state_grad = load_state(between.states, here, channel, start, sizes)
+            wide_state = state.to(tl.float32)
+            wide_state *= state_grad
+            carried += tl.sum(wide_state, 1)
+            change = load_values(kept.corrections, tokens, inside, start, sizes)
+            if not sizes.corrects:
+                change = (change * rates).to(dtype)
+            write += tl.dot(change, tl.trans(state_grad))
+        if sizes.corrects:
+            store_channels(between.reads, reads, tokens, inside, channel, sizes)
+        return read, write, carried
 
     @triton.jit
     def _chunk_gradients(
@@ -221,53 +241,62 @@ if triton is not None:
         length: tensor,
         sizes: bundle,
     ) -> None:
-        """Gradients of one chunk of a head, given the states before and after it."""
+        """Gradients of one chunk of a head, given the states before and after it.
+
+        Of a delta rule the gradients of keys are those of their unit vectors.
+        """
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
         dtype = data.value.dtype.element_ty
         inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
         here = row.to(tl.int64) * num_chunks + chunk
-        size: constexpr = sizes.chunk
-        width: constexpr = sizes.width
-        read = tl.zeros([size, width], tl.float32)
-        write = tl.zeros([size, width], tl.float32)
-        reads = tl.zeros([size, width], tl.float32)
-        pairs = tl.zeros([size, size], tl.float32)
-        carried = tl.zeros([width], tl.float32)
-        rate_grad = tl.zeros([size], tl.float32)
-        rates = load_rates(data, tokens, inside)
-        for start in range(0, sizes.value_dim, sizes.block):
-            out = load_values(grad_out, tokens, inside, start, sizes)
-            out = out.to(dtype)
-            change = load_values(kept.corrections, tokens, inside, start, sizes)
-            change_grad = load_values(between.corrections, tokens, inside, start, sizes)
-            state = load_state(kept.states, here, start, sizes)
-            state_grad = load_state(between.states, here, start, sizes)
-            wide_state = state.to(tl.float32)
-            wide_state *= state_grad
-            carried += tl.sum(wide_state, 1)
-            if sizes.corrects:
-                reads -= tl.dot(change_grad, tl.trans(state))
+        pairs = value_side(data, kept, grad_out, between, grads, tokens, inside, sizes)
+        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
+        pairs = tl.where(allowed, pairs, 0.0)
+        index = tl.arange(0, sizes.chunk)
+        is_last = column(index == sizes.chunk - 1)
+        key_factors = unit_factors(data.key, vectors, inside, sizes)
+        query_factors = unit_factors(data.query, vectors, inside, sizes)
+        scaled_factors = query_factors * sizes.scale
+        along = tl.zeros([sizes.chunk], tl.float32)
+        head_decay = tl.zeros([sizes.chunk], tl.float32)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            read, write, carried = state_side(
+                data, kept, grad_out, between, here, tokens, inside, start, sizes
+            )
+            decay = load_sums(data.decay, rows, start, sizes)
+            last = load_last(data.decay, rows, start, sizes)
+            read *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            write *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+            keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
+            last = decays_over(last, data.documents, row, chunk, length, sizes) * line(carried)
+            last += line(tl.sum(keys * write, 0))
+            low_keys = keys.to(dtype)
+            queries = load_scaled(data.query, scaled_factors, vectors, inside, start, sizes)
+            low_queries = queries.to(dtype)
+            query_grad, key_grad = pair_gradients(
+                pairs, low_queries, low_keys, read, write, decay, data, rows, start, sizes
+            )
+            store_channels(grads.key, key_grad, tokens, inside, start, sizes)
+            keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
+            queries = load_scaled(data.query, scaled_factors, vectors, inside, start, sizes)
+            decay_grad = queries * query_grad
+            along += tl.sum(decay_grad, 1)
+            decay_grad -= keys * key_grad
+            decay_grad += tl.where(is_last, last, 0.0)
+            if sizes.by_channel:
+                store_decay_gradient(decay_grad, grads.decay, rows, start, sizes, False)
             else:
-                wide_grad = change_grad.to(tl.float32)
-                rate_grad += tl.sum(wide_grad * change, 1)
-                wide_grad *= rates
-                store_values(grads.value, wide_grad, tokens, inside, start, sizes)
-                change = (change * rates).to(dtype)
-            state = tl.trans(state)
-            read += tl.dot(out, state)
-            state_grad = tl.trans(state_grad)
-            write += tl.dot(change, state_grad)
-            change = tl.trans(change)
-            pairs += tl.dot(out, change)
+                head_decay += tl.sum(decay_grad, 1)
+            query_grad *= sizes.scale
+            store_channels(grads.query, query_grad, tokens, inside, start, sizes)
+        if not sizes.by_channel:
+            tl.store(grads.decay + rows, head_decay)
         if sizes.corrects:
-            store_channels(between.reads, reads, tokens, inside, sizes)
-        else:
-            tl.store(grads.rate + tokens, rate_grad, mask=inside)
-        vector_gradients(
-            data, grads, read, write, pairs, carried, row, chunk, length, num_chunks, sizes
-        )
+            project_gradient(
+                grads.query, along, data.query, query_factors, vectors, tokens, inside, sizes
+            )
 
     @triton.jit
     def _system_gradients(
@@ -279,22 +308,15 @@ if triton is not None:
         num_chunks = tl.num_programs(0)
         dtype = data.value.dtype.element_ty
         inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-        keys = load_vectors(data.key, vectors, inside, sizes)
         rates = load_rates(data, tokens, inside)
-        decay, from_start, _, _ = chunk_decays(data, rows, row, chunk, length, sizes)
         allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
-        pairs, inverse = chunk_system(keys, rates, decay, data, rows, allowed, sizes)
-        transposed = tl.trans(inverse).to(dtype)
-        decayed_keys = from_start * keys
-        reads_grad = load_channels(between.reads, tokens, inside, sizes)
-        scaled_keys = rates * decayed_keys
-        scaled_keys = tl.trans(scaled_keys.to(dtype))
-        inverse_grad = tl.dot(reads_grad, scaled_keys)
-        target_grad = tl.dot(transposed, reads_grad)
-        decayed_keys *= target_grad
-        rate_grad = tl.sum(decayed_keys, 1)
-        target_grad *= rates
-        target_grad *= from_start
+        factors = unit_factors(data.key, vectors, inside, sizes)
+        pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
+        inverse = unit_lower_inverse(pairs * rates, sizes)
+        wide = tl.trans(inverse)
+        transposed = wide.to(dtype)
+        inverse_grad = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        rate_grad = tl.zeros([sizes.chunk], tl.float32)
         for start in range(0, sizes.value_dim, sizes.block):
             values = load_values(data.value, tokens, inside, start, sizes)
             solved_grad = load_values(between.corrections, tokens, inside, start, sizes)
@@ -305,26 +327,50 @@ if triton is not None:
             rate_grad += tl.sum(value_grad * values, 1)
             value_grad *= rates
             store_values(grads.value, value_grad, tokens, inside, start, sizes)
-        wide = tl.trans(inverse)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
+            decay = load_sums(data.decay, rows, start, sizes)
+            keys *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            keys *= rates
+            reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
+            inverse_grad += tl.dot(reads_grad, tl.trans(keys.to(dtype)))
         system_grad = tl.dot(wide, inverse_grad)
         system_grad = tl.dot(system_grad, wide)
         is_earlier = pairs_below(allowed, sizes)
         system_grad = tl.where(is_earlier, -system_grad, 0.0)
         rate_grad += tl.sum(system_grad * pairs, 1)
-        tl.store(grads.rate + tokens, rate_grad, mask=inside)
         system_grad *= rates
-        low_keys = keys.to(dtype)
-        no_grad = tl.zeros([sizes.chunk, sizes.width], tl.float32)
-        row_grad, key_grad = pair_gradients(
-            system_grad, low_keys, low_keys, target_grad, no_grad, decay, data, rows, sizes
-        )
-        decay_grad = row_grad - key_grad
-        decay_grad *= low_keys
-        store_decay_gradient(decay_grad, grads.decay, rows, sizes, True)
-        key_grad += row_grad
-        key_grad = unit_gradient(key_grad, data.key, vectors, inside, sizes)
-        key_grad += load_channels(grads.key, tokens, inside, sizes)
-        store_channels(grads.key, key_grad, tokens, inside, sizes)
+        along = tl.zeros([sizes.chunk], tl.float32)
+        head_decay = tl.zeros([sizes.chunk], tl.float32)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
+            decay = load_sums(data.decay, rows, start, sizes)
+            from_start = decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
+            row_grad = tl.dot(transposed, reads_grad)
+            row_grad *= from_start
+            rate_grad += tl.sum(keys * row_grad, 1)
+            row_grad *= rates
+            low_keys = keys.to(dtype)
+            no_grad = tl.zeros([sizes.chunk, sizes.channels], tl.float32)
+            row_grad, key_grad = pair_gradients(
+                system_grad, low_keys, low_keys, row_grad, no_grad, decay, data, rows, start, sizes
+            )
+            decay_grad = row_grad - key_grad
+            decay_grad *= low_keys
+            if sizes.by_channel:
+                store_decay_gradient(decay_grad, grads.decay, rows, start, sizes, True)
+            else:
+                head_decay += tl.sum(decay_grad, 1)
+            key_grad += row_grad
+            key_grad += load_channels(grads.key, tokens, inside, start, sizes)
+            along += tl.sum(low_keys * key_grad, 1)
+            store_channels(grads.key, key_grad, tokens, inside, start, sizes)
+        tl.store(grads.rate + tokens, rate_grad, mask=inside)
+        if not sizes.by_channel:
+            head_decay += tl.load(grads.decay + rows)
+            tl.store(grads.decay + rows, head_decay)
+        project_gradient(grads.key, along, data.key, factors, vectors, tokens, inside, sizes)
 
     @triton.jit
     def _sum_back(grad: tensor, length: tensor, sizes: bundle) -> None:
@@ -333,8 +379,9 @@ if triton is not None:
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
         _, _, _, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-        sums = tl.cumsum(load_sums(grad, rows, sizes), 0, reverse=True)
-        store_decay(grad, sums, rows, sizes)
+        for start in range(0, sizes.decay_dim, sizes.channels):
+            sums = tl.cumsum(load_sums(grad, rows, start, sizes), 0, reverse=True)
+            store_decay(grad, sums, rows, start, sizes)
 
 
 def scan_backward(
@@ -372,7 +419,7 @@ def scan_backward(
         grad_initial,
         length,
         num_chunks,
-        constants,
+        walk_constants(sizes),
         num_warps=WARPS,
         num_stages=WALK_STAGES,
     )

@@ -2,9 +2,13 @@ r"""Tiles of chunked linear attention: what the Triton kernels of triton_chunk_s
 
     Inputs, Sizes     arguments of the kernels
     locate_tokens     the tokens of a chunk, in memory
-    chunk_decays      decays inside a chunk and over it
+    unit_factors      what gives vectors the length 1
+    decays_from_start, decays_to_end, decays_over    decays inside a chunk and over it
     decayed_pairs     products of tokens of a chunk; pair_gradients, their gradients
-    chunk_system      the triangular system of a delta rule, and its inverse
+    unit_lower_inverse    of the triangular system of a delta rule
+
+Kernels of single chunks have a block of channels in registers at a time: 64 tokens with 128 channels
+in fp32 are an eighth of a multiprocessor's registers, and gradients need ten such tiles.
 
 Logarithms of decays are cumulative from the start of a chunk of C tokens; every exponent is at most
 0. With decays per channel the pairs of two neighbouring blocks of tokens are one product, with
@@ -47,10 +51,11 @@ class Sizes(NamedTuple):
     groups: int  # G
     key_dim: int  # K
     value_dim: int  # V
-    width: int  # K as a power of 2, at least 16
+    channels: int  # channels of keys that a program has at once, a power of 2, at least 16
     block: int  # columns of values that a program multiplies at once, a power of 2
     chunk: int  # C, a power of 2, at least 16
     levels: int  # log2 C
+    decay_dim: int  # D
     by_channel: bool  # every channel of a key has its decay
     corrects: bool  # a delta rule: keys and queries have length 1, values are corrected
     scale: float  # factor of the queries
@@ -166,21 +171,30 @@ if triton is not None:
         store_tile(x, tile, tokens, inside, start, sizes.value_dim, sizes.block)
 
     @triton.jit
-    def load_channels(x: tensor, tokens: tensor, inside: tensor, sizes: bundle) -> tensor:
-        """[C, width]: vectors of a chunk with the channels of keys."""
-        return load_tile(x, tokens, inside, 0, sizes.key_dim, sizes.width)
+    def load_channels(
+        x: tensor, tokens: tensor, inside: tensor, start: tensor, sizes: bundle
+    ) -> tensor:
+        """[C, channels]: channels from `start` on of vectors of a chunk."""
+        return load_tile(x, tokens, inside, start, sizes.key_dim, sizes.channels)
 
     @triton.jit
     def store_channels(
-        x: tensor, tile: tensor, tokens: tensor, inside: tensor, sizes: bundle
+        x: tensor,
+        tile: tensor,
+        tokens: tensor,
+        inside: tensor,
+        start: tensor,
+        sizes: bundle,
     ) -> None:
-        """Write vectors of a chunk with the channels of keys."""
-        store_tile(x, tile, tokens, inside, 0, sizes.key_dim, sizes.width)
+        """Write channels from `start` on of vectors of a chunk."""
+        store_tile(x, tile, tokens, inside, start, sizes.key_dim, sizes.channels)
 
     @triton.jit
-    def load_state(x: tensor, index: tensor, start: tensor, sizes: bundle) -> tensor:
-        """[width, block]: columns of one of many states [K, V]."""
-        channels = tl.arange(0, sizes.width)
+    def load_state(
+        x: tensor, index: tensor, channel: tensor, start: tensor, sizes: bundle
+    ) -> tensor:
+        """[channels, block]: a tile of one of many states [K, V]."""
+        channels = channel + tl.arange(0, sizes.channels)
         rows = index.to(tl.int64) * sizes.key_dim
         rows += channels
         inside = channels < sizes.key_dim
@@ -188,8 +202,8 @@ if triton is not None:
 
     @triton.jit
     def store_state(x: tensor, state: tensor, index: tensor, start: tensor, sizes: bundle) -> None:
-        """Write columns of one of many states [K, V]."""
-        channels = tl.arange(0, sizes.width)
+        """Write columns of one of many states [K, V], with all channels."""
+        channels = tl.arange(0, sizes.channels)
         rows = index.to(tl.int64) * sizes.key_dim
         rows += channels
         inside = channels < sizes.key_dim
@@ -206,66 +220,110 @@ if triton is not None:
         return first + line(tokens)
 
     @triton.jit
-    def unit_factor(x: tensor, sizes: bundle) -> tensor:
+    def unit_factors(x: tensor, rows: tensor, inside: tensor, sizes: bundle) -> tensor:
         """[C, 1] fp32: factors that give the vectors of a delta rule the length 1; else 1."""
-        squares = tl.sum(x * x, 1)
-        squares = column(squares)
+        squares = tl.zeros([sizes.chunk], tl.float32)
         if sizes.corrects:
-            return tl.rsqrt(squares + sizes.eps)
-        return squares * 0.0 + 1.0
+            for start in range(0, sizes.key_dim, sizes.channels):
+                vectors = load_channels(x, rows, inside, start, sizes)
+                vectors = vectors.to(tl.float32)
+                squares += tl.sum(vectors * vectors, 1)
+            factors = tl.rsqrt(squares + sizes.eps)
+        else:
+            factors = squares + 1.0
+        return column(factors)
+
+    @triton.jit
+    def load_scaled(
+        x: tensor,
+        factors: tensor,
+        rows: tensor,
+        inside: tensor,
+        start: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, channels] fp32: channels of queries or keys, times factors [C, 1]."""
+        vectors = load_channels(x, rows, inside, start, sizes)
+        return vectors.to(tl.float32) * factors
 
     @triton.jit
     def load_vectors(x: tensor, rows: tensor, inside: tensor, sizes: bundle) -> tensor:
-        """[C, width] fp32: queries or keys of a chunk."""
-        vectors = load_channels(x, rows, inside, sizes)
-        vectors = vectors.to(tl.float32)
-        return vectors * unit_factor(vectors, sizes)
+        """[C, channels] fp32: queries or keys of a chunk, with all channels."""
+        factors = unit_factors(x, rows, inside, sizes)
+        return load_scaled(x, factors, rows, inside, 0, sizes)
 
     @triton.jit
     def load_queries(data: bundle, vectors: tensor, inside: tensor, sizes: bundle) -> tensor:
-        """[C, width] fp32: scaled queries of a chunk."""
+        """[C, channels] fp32: scaled queries of a chunk, with all channels."""
         queries = load_vectors(data.query, vectors, inside, sizes)
         return queries * sizes.scale
 
     @triton.jit
-    def unit_gradient(
-        grad: tensor, x: tensor, rows: tensor, inside: tensor, sizes: bundle
-    ) -> tensor:
-        """Gradients of vectors, from those of `load_vectors`."""
-        if sizes.corrects:
-            vectors = load_channels(x, rows, inside, sizes)
-            vectors = vectors.to(tl.float32)
-            factor = unit_factor(vectors, sizes)
-            unit = vectors * factor
-            along = tl.sum(unit * grad, 1)
-            grad -= unit * column(along)
-            grad *= factor
-        return grad
+    def project_gradient(
+        grad: tensor,
+        along: tensor,
+        x: tensor,
+        factors: tensor,
+        rows: tensor,
+        tokens: tensor,
+        inside: tensor,
+        sizes: bundle,
+    ) -> None:
+        """Gradients of vectors in the place of those of their unit vectors, of a delta rule.
+
+        Args:
+            grad: where the gradients are, per head of values.
+            along: [C], products of the gradients and the unit vectors.
+            x: the vectors.
+            factors: [C, 1], of `unit_factors`.
+            rows: rows of the vectors.
+            tokens: rows of the gradients.
+            inside: which tokens exist.
+            sizes: constants.
+        """
+        tl.debug_barrier()  # the gradients are read from memory, which other threads have written
+        along = column(along)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            unit = load_scaled(x, factors, rows, inside, start, sizes)
+            across = load_channels(grad, tokens, inside, start, sizes)
+            across -= unit * along
+            store_channels(grad, across * factors, tokens, inside, start, sizes)
 
     @triton.jit
-    def load_decay(decay: tensor, rows: tensor, inside: tensor, sizes: bundle) -> tensor:
-        """[rows, width] or [rows, 1] fp32: logarithms, per channel or per head."""
+    def load_decay(
+        decay: tensor, rows: tensor, inside: tensor, start: tensor, sizes: bundle
+    ) -> tensor:
+        """[rows, channels] or [rows, 1] fp32: logarithms, per channel or per head."""
         if sizes.by_channel:
-            tile = load_channels(decay, rows, inside, sizes)
+            tile = load_channels(decay, rows, inside, start, sizes)
         else:
             tile = tl.load(decay + rows, mask=inside, other=0.0)
             tile = column(tile)
         return tile
 
     @triton.jit
-    def store_decay(decay: tensor, tile: tensor, rows: tensor, sizes: bundle) -> None:
-        """Write [rows, width] or [rows, 1]."""
+    def store_decay(
+        decay: tensor, tile: tensor, rows: tensor, start: tensor, sizes: bundle
+    ) -> None:
+        """Write [rows, channels] or [rows, 1]."""
         if sizes.by_channel:
             exists = rows >= 0
-            store_channels(decay, tile, rows, exists, sizes)
+            store_channels(decay, tile, rows, exists, start, sizes)
         else:
             tl.store(decay + column(rows), tile)
 
     @triton.jit
-    def load_sums(decay: tensor, rows: tensor, sizes: bundle) -> tensor:
-        """[rows, width] or [rows, 1] fp32: cumulative logarithms of tokens of whole chunks."""
+    def load_sums(decay: tensor, rows: tensor, start: tensor, sizes: bundle) -> tensor:
+        """[rows, channels] or [rows, 1] fp32: cumulative logarithms of tokens of whole chunks."""
         exists = rows >= 0
-        return load_decay(decay, rows, exists, sizes)
+        return load_decay(decay, rows, exists, start, sizes)
+
+    @triton.jit
+    def load_last(decay: tensor, rows: tensor, start: tensor, sizes: bundle) -> tensor:
+        """[1, channels] or [1, 1] fp32: the sums over a chunk."""
+        row = tl.max(rows, 0)
+        row += tl.arange(0, 1)
+        return load_sums(decay, row, start, sizes)
 
     @triton.jit
     def load_documents(
@@ -288,34 +346,55 @@ if triton is not None:
         return document, before, after
 
     @triton.jit
-    def chunk_decays(
-        data: bundle,
-        rows: tensor,
+    def decays_from_start(
+        decay: tensor,
+        documents: tensor,
         row: tensor,
         chunk: tensor,
         length: tensor,
         sizes: bundle,
-    ) -> bundle:
-        """Cumulative decays, and the factors from the start of the chunk, to its end, over it.
-
-        The last is a column per channel: [width, 1], or [1, 1].
-        """
-        decay = load_sums(data.decay, rows, sizes)
-        last_row = tl.max(rows, 0)
-        last_row += tl.arange(0, 1)
-        last = load_sums(data.decay, last_row, sizes)
-        from_start = tl.exp(decay)
-        to_end = tl.exp(last - decay)
-        over = tl.trans(last)
-        over = tl.exp(over)
-        if data.documents is not None:
-            document, before, end = load_documents(data.documents, row, chunk, length, sizes)
+    ) -> tensor:
+        """Factors from the state before a chunk to its tokens, in the shape of the logarithms."""
+        factors = tl.exp(decay)
+        if documents is not None:
+            document, before, _ = load_documents(documents, row, chunk, length, sizes)
             is_first = document == before
-            is_last = document == end
-            from_start = tl.where(column(is_first), from_start, 0.0)
-            to_end = tl.where(column(is_last), to_end, 0.0)
-            over = tl.where(before == end, over, 0.0)
-        return decay, from_start, to_end, over
+            factors = tl.where(column(is_first), factors, 0.0)
+        return factors
+
+    @triton.jit
+    def decays_to_end(
+        decay: tensor,
+        last: tensor,
+        documents: tensor,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """Factors from the tokens of a chunk to the state after it; last: `load_last`."""
+        factors = tl.exp(last - decay)
+        if documents is not None:
+            document, _, after = load_documents(documents, row, chunk, length, sizes)
+            is_last = document == after
+            factors = tl.where(column(is_last), factors, 0.0)
+        return factors
+
+    @triton.jit
+    def decays_over(
+        last: tensor,
+        documents: tensor,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        sizes: bundle,
+    ) -> tensor:
+        """[1, channels] or [1, 1] fp32: factors from the state before a chunk to that after it."""
+        factors = tl.exp(last)
+        if documents is not None:
+            _, before, after = load_documents(documents, row, chunk, length, sizes)
+            factors = tl.where(before == after, factors, 0.0)
+        return factors
 
     @triton.jit
     def allowed_pairs(
@@ -355,17 +434,15 @@ if triton is not None:
 
     @triton.jit
     def border_decays(
-        data: bundle, rows: tensor, decay: tensor, half: tensor, sizes: bundle
-    ) -> bundle:
-        """[C, width] twice: decays from the border of two blocks, and to it."""
+        data: bundle, rows: tensor, decay: tensor, half: tensor, start: tensor, sizes: bundle
+    ) -> tensor:
+        """[C, channels]: decays from the border of two blocks to a token, or from a token to it."""
         both = 2 * half
         index = tl.arange(0, sizes.chunk)
         distance = half - index % both
         border = rows + distance * sizes.heads
-        since = decay - load_sums(data.decay, border, sizes)
-        after = tl.minimum(since, 0.0)
-        before = tl.minimum(-since, 0.0)
-        return tl.exp(after), tl.exp(before)
+        since = decay - load_sums(data.decay, border, start, sizes)
+        return tl.exp(-tl.abs(since))
 
     @triton.jit
     def pair_decays(decay: tensor) -> tensor:
@@ -381,9 +458,10 @@ if triton is not None:
         decay: tensor,
         data: bundle,
         rows: tensor,
+        start: tensor,
         sizes: bundle,
     ) -> tensor:
-        """[C, C] fp32: products of x and keys [C, width], decayed; right where x is not earlier.
+        """[C, C] fp32: products of x and keys [C, channels], decayed; right where x is not earlier.
 
         sum_k x[i, k] keys[j, k] exp(decay[i, k] - decay[j, k])
         """
@@ -393,9 +471,9 @@ if triton is not None:
             pairs = tl.where(diagonal(sizes), column(same), 0.0)
             for level in tl.range(0, sizes.levels, num_stages=1):
                 half = 1 << level
-                after, before = border_decays(data, rows, decay, half, sizes)
-                later = (x * after).to(dtype)
-                earlier = (keys * before).to(dtype)
+                factors = border_decays(data, rows, decay, half, start, sizes)
+                later = (x * factors).to(dtype)
+                earlier = (keys * factors).to(dtype)
                 products = tl.dot(later, tl.trans(earlier))
                 across = is_across(half, sizes.chunk)
                 pairs = tl.where(across, products, pairs)
@@ -416,6 +494,7 @@ if triton is not None:
         decay: tensor,
         data: bundle,
         rows: tensor,
+        start: tensor,
         sizes: bundle,
     ) -> bundle:
         """Gradients of x and keys, plus those of `decayed_pairs`, which are 0 where x is earlier.
@@ -431,14 +510,13 @@ if triton is not None:
             key_grad += same * x
             for level in tl.range(0, sizes.levels, num_stages=1):
                 half = 1 << level
-                after, before = border_decays(data, rows, decay, half, sizes)
+                factors = border_decays(data, rows, decay, half, start, sizes)
                 across = is_across(half, sizes.chunk)
                 across = tl.where(across, grad, 0.0).to(dtype)
-                later = (x * after).to(dtype)
-                earlier = (keys * before).to(dtype)
-                x_grad += tl.dot(across, earlier) * after
-                across = tl.trans(across)
-                key_grad += tl.dot(across, later) * before
+                earlier = (keys * factors).to(dtype)
+                x_grad += tl.dot(across, earlier) * factors
+                later = (x * factors).to(dtype)
+                key_grad += tl.dot(tl.trans(across), later) * factors
         else:
             decayed = grad * pair_decays(decay)
             decayed = decayed.to(dtype)

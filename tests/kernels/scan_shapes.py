@@ -9,7 +9,7 @@ from nanotrain.attention.chunk_scan import delta_rule_by_triton, ssd_by_triton
 from nanotrain.attention.scan_inputs import DeltaInputs
 from tests.attention.delta_inputs import recurrence, ssd_recurrence
 
-CHUNK, LENGTH, HEADS, KEY_DIM, VALUE_DIM = 16, 21, 2, 5, 20
+CHUNK, LENGTH, HEADS, KEY_DIM, VALUE_DIM = 16, 21, 2, 18, 20
 # groups of heads, and whether decays are per channel
 KINDS = {"mamba2": (1, False), "gated_delta_net": (1, False), "kda": (2, True)}
 

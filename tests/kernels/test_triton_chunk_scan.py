@@ -29,6 +29,8 @@ BOUNDS = {torch.float32: 1e-6, torch.float16: 3e-3}
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_chunk_scan, "CHUNK_SIZE", CHUNK)
     monkeypatch.setattr(triton_chunk_scan, "VALUE_BLOCK", 16)  # two blocks, one not full
+    monkeypatch.setattr(triton_chunk_scan, "CHANNEL_BLOCK", 16)
+    monkeypatch.setattr(triton_chunk_scan, "DELTA_BLOCK", 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,6 +33,8 @@ def test_gradients_are_those_of_the_recurrence(
 ) -> None:
     monkeypatch.setattr(triton_chunk_scan, "CHUNK_SIZE", CHUNK)
     monkeypatch.setattr(triton_chunk_scan, "VALUE_BLOCK", 16)
+    monkeypatch.setattr(triton_chunk_scan, "CHANNEL_BLOCK", 16)
+    monkeypatch.setattr(triton_chunk_scan, "DELTA_BLOCK", 16)
     inputs, state = small_inputs(kind, has_documents=has_documents)
     low = in_dtype(inputs, dtype)
     low_state = state.detach().float().requires_grad_()

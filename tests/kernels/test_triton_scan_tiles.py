@@ -19,7 +19,7 @@ C, K = 16, 16
 
 def sizes(*, by_channel: bool) -> Sizes:
     """One head of 16 channels in chunks of 16 tokens."""
-    return Sizes(1, 1, K, K, K, K, C, 4, by_channel, True, 1.0, 1e-6)
+    return Sizes(1, 1, K, K, K, K, C, 4, K if by_channel else 1, by_channel, True, 1.0, 1e-6)
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def multiply(x, keys, decay, out, data, sizes) -> None:
     offsets = rows[:, None] * 16 + rows[None, :]
     given = tl.load(decay + offsets)
     pairs = decayed_pairs(
-        tl.load(x + offsets), tl.load(keys + offsets), given, data, rows.to(tl.int64), sizes
+        tl.load(x + offsets), tl.load(keys + offsets), given, data, rows.to(tl.int64), 0, sizes
     )
     tl.store(out + offsets, pairs)
 

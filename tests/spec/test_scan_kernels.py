@@ -21,7 +21,7 @@ RULES = ("mamba2", "gated_delta_net", "kda")
 # tensors that each kernel reads and writes, by the names of its arguments' fields
 VECTORS = ("query", "key", "decay")
 TOUCHED = {
-    "_prepare": (*VECTORS, "pairs"),
+    "_prepare": (*VECTORS, "pairs", "queries", "keys"),
     "_sum_back": ("grad_decay", "grad_decay"),
     "_walk": ("key", "decay", "targets", "rate", "states", "corrections", "reads"),
     "_walk_back": (*VECTORS, "pairs", "reads", "grad_out", "states", "corrections"),
@@ -35,6 +35,8 @@ TOUCHED = {
     ),
 }  # fmt: skip
 DELTA = {"_prepare": ("value", "targets", "reads", "rate")}
+# what a walk reads in place of vectors and decays, where every channel has its decay
+DECAYED = {"query": "queries", "key": "keys"}
 FORWARD_WALK = ("query", "key", "decay", "pairs", "targets", "reads", "out")
 
 
@@ -56,6 +58,13 @@ class Launches:
                 return launch
 
         return Kernel()
+
+
+def walked(names: tuple[str, ...], tensors: dict[str, Tensor | None]) -> tuple[str, ...]:
+    """The names of what a walk reads; of decays per channel only the last token of a chunk."""
+    if tensors["queries"] is None:
+        return names
+    return tuple(DECAYED.get(each, each) for each in names if each != "decay")
 
 
 def touched_bytes(name: str, args: Any) -> int:
@@ -80,9 +89,11 @@ def touched_bytes(name: str, args: Any) -> int:
         if tensors["reads"] is None:
             names = (*names, "rate")
             names = tuple(each for each in names if each not in ("reads", "corrections"))
+        names = walked(names, tensors)
     elif name == "_walk_back":
         tensors |= {**args[1]._asdict(), "grad_out": args[2], **args[4]._asdict()}
         tensors["reads"] = args[1].reads
+        names = walked(names, tensors)
     elif name == "_chunk_gradients":
         kept = {f"kept_{key}": value for key, value in args[1]._asdict().items()}
         grads = {f"grad_{key}": value for key, value in args[4]._asdict().items()}
