@@ -123,7 +123,8 @@ if triton is not None:
             keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
             decay = load_sums(data.decay, rows, start, sizes)
             pairs += decayed_pairs(keys, keys, decay, data, rows, start, sizes)
-        return tl.where(pairs_below(allowed, sizes), pairs, 0.0)
+        is_earlier = pairs_below(allowed, sizes)
+        return tl.where(is_earlier, pairs, 0.0)
 
     @triton.jit
     def score_pairs(
@@ -151,22 +152,19 @@ if triton is not None:
         query_factors: tensor,
         key_factors: tensor,
         out: bundle,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
-        num_chunks: tensor,
+        place: bundle,
         sizes: bundle,
     ) -> None:
         """Write d q and e k of a chunk."""
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         for start in range(0, sizes.key_dim, sizes.channels):
             decay = load_sums(data.decay, rows, start, sizes)
             queries = load_scaled(data.query, query_factors, vectors, inside, start, sizes)
-            queries *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            queries *= decays_from_start(decay, data, place, sizes)
             store_channels(out.queries, queries, tokens, inside, start, sizes)
             last = load_last(data.decay, rows, start, sizes)
             keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
-            keys *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+            keys *= decays_to_end(decay, last, data, place, sizes)
             store_channels(out.keys, keys, tokens, inside, start, sizes)
 
     @triton.jit
@@ -180,19 +178,21 @@ if triton is not None:
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        place = (chunk, row, length, num_chunks)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         dtype = data.value.dtype.element_ty
         if single_decay is not None:
             add_decays(single_decay, data.decay, tokens, rows, inside, sizes)
-        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
+        allowed = allowed_pairs(data, place, sizes)
         factors = unit_factors(data.key, vectors, inside, sizes)
-        query_factors = unit_factors(data.query, vectors, inside, sizes) * sizes.scale
+        query_factors = unit_factors(data.query, vectors, inside, sizes)
+        query_factors *= sizes.scale
         scores = score_pairs(data, query_factors, factors, vectors, rows, inside, allowed, sizes)
         here = row.to(tl.int64) * num_chunks + chunk
         square = out.pairs + square_offsets(here, sizes)
         tl.store(square, scores.to(dtype))
         if sizes.by_channel:
-            store_decayed(data, query_factors, factors, out, row, chunk, length, num_chunks, sizes)
+            store_decayed(data, query_factors, factors, out, place, sizes)
         if sizes.corrects:
             rates = load_rates(data, tokens, inside)
             pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
@@ -202,7 +202,7 @@ if triton is not None:
             for start in range(0, sizes.key_dim, sizes.channels):
                 keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
                 decay = load_sums(data.decay, rows, start, sizes)
-                keys *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+                keys *= decays_from_start(decay, data, place, sizes)
                 reads = tl.dot(inverse, keys.to(dtype))
                 store_channels(out.reads, reads, tokens, inside, start, sizes)
             for start in range(0, sizes.value_dim, sizes.block):
@@ -215,39 +215,33 @@ if triton is not None:
     def load_reading(
         data: bundle,
         prepared: bundle,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
-        num_chunks: tensor,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """[C, channels]: d q, what reads the state before a chunk."""
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         if sizes.by_channel:
             return load_channels(prepared.queries, tokens, inside, 0, sizes)
         queries = load_queries(data, vectors, inside, sizes)
         decay = load_sums(data.decay, rows, 0, sizes)
-        queries *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+        queries *= decays_from_start(decay, data, place, sizes)
         return queries.to(data.value.dtype.element_ty)
 
     @triton.jit
     def load_writing(
         data: bundle,
         prepared: bundle,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
-        num_chunks: tensor,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """[C, channels]: e k, at which a chunk adds to its state."""
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         if sizes.by_channel:
             return load_channels(prepared.keys, tokens, inside, 0, sizes)
         keys = load_vectors(data.key, vectors, inside, sizes)
         decay = load_sums(data.decay, rows, 0, sizes)
         last = load_last(data.decay, rows, 0, sizes)
-        keys *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+        keys *= decays_to_end(decay, last, data, place, sizes)
         return keys.to(data.value.dtype.element_ty)
 
     @triton.jit
@@ -293,7 +287,8 @@ if triton is not None:
         if initial is not None:
             state += load_state(initial, row, 0, start, sizes)
         for chunk in range(num_chunks):
-            inside, _, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+            place = (chunk, row, length, num_chunks)
+            inside, _, tokens, rows = locate_tokens(place, sizes)
             low_state = state.to(dtype)
             change = load_change(data, prepared, low_state, tokens, inside, start, sizes)
             change = change.to(dtype)
@@ -303,15 +298,15 @@ if triton is not None:
                 if sizes.corrects:
                     store_values(kept.corrections, change, tokens, inside, start, sizes)
             else:
-                queries = load_reading(data, prepared, row, chunk, length, num_chunks, sizes)
+                queries = load_reading(data, prepared, place, sizes)
                 square = prepared.pairs + square_offsets(here, sizes)
                 pairs = tl.load(square)
                 result = tl.dot(queries, low_state)
                 result += tl.dot(pairs, change)
                 store_values(out, result, tokens, inside, start, sizes)
-            keys = load_writing(data, prepared, row, chunk, length, num_chunks, sizes)
+            keys = load_writing(data, prepared, place, sizes)
             last = load_last(data.decay, rows, 0, sizes)
-            over = decays_over(last, data.documents, row, chunk, length, sizes)
+            over = decays_over(last, data, place, sizes)
             state *= tl.trans(over)
             state += tl.dot(tl.trans(keys), change)
         if kept is None:

@@ -113,7 +113,8 @@ if triton is not None:
             grad += load_state(grad_final, row, 0, start, sizes)
         for index in range(num_chunks):
             chunk = num_chunks - 1 - index
-            inside, _, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+            place = (chunk, row, length, num_chunks)
+            inside, _, tokens, rows = locate_tokens(place, sizes)
             here = row.to(tl.int64) * num_chunks + chunk
             low_grad = grad.to(dtype)
             store_state(between.states, low_grad, here, start, sizes)
@@ -121,16 +122,17 @@ if triton is not None:
             out = out.to(dtype)
             square = prepared.pairs + square_offsets(here, sizes)
             pairs = tl.load(square)
-            keys = load_writing(data, prepared, row, chunk, length, num_chunks, sizes)
+            keys = load_writing(data, prepared, place, sizes)
             change = tl.dot(tl.trans(pairs), out)
             change += tl.dot(keys, low_grad)
             change = change.to(dtype)
             store_values(between.corrections, change, tokens, inside, start, sizes)
-            queries = load_reading(data, prepared, row, chunk, length, num_chunks, sizes)
+            queries = load_reading(data, prepared, place, sizes)
             last = load_last(data.decay, rows, 0, sizes)
-            over = decays_over(last, data.documents, row, chunk, length, sizes)
+            over = decays_over(last, data, place, sizes)
             grad *= tl.trans(over)
-            grad += tl.dot(tl.trans(queries), out)
+            queries = tl.trans(queries)
+            grad += tl.dot(queries, out)
             if sizes.corrects:
                 reads = load_channels(prepared.reads, tokens, inside, 0, sizes)
                 grad -= tl.dot(tl.trans(reads), change)
@@ -180,9 +182,12 @@ if triton is not None:
                 grad = load_values(between.corrections, tokens, inside, start, sizes)
                 grad = grad.to(tl.float32)
                 rate_grad += tl.sum(grad * change, 1)
-                store_values(grads.value, grad * rates, tokens, inside, start, sizes)
+                grad *= rates
+                store_values(grads.value, grad, tokens, inside, start, sizes)
                 change = (change * rates).to(dtype)
-            pairs += tl.dot(out.to(dtype), tl.trans(change))
+            out = out.to(dtype)
+            change = tl.trans(change)
+            pairs += tl.dot(out, change)
         if not sizes.corrects:
             tl.store(grads.rate + tokens, rate_grad, mask=inside)
         return pairs
@@ -215,10 +220,12 @@ if triton is not None:
         for start in range(0, sizes.value_dim, sizes.block):
             out = load_values(grad_out, tokens, inside, start, sizes)
             state = load_state(kept.states, here, channel, start, sizes)
-            read += tl.dot(out.to(dtype), tl.trans(state))
+            out = out.to(dtype)
+            transposed = tl.trans(state)
+            read += tl.dot(out, transposed)
             if sizes.corrects:
                 change_grad = load_values(between.corrections, tokens, inside, start, sizes)
-                reads -= tl.dot(change_grad, tl.trans(state))
+                reads -= tl.dot(change_grad, transposed)
             state_grad = load_state(between.states, here, channel, start, sizes)
             wide_state = state.to(tl.float32)
             wide_state *= state_grad
@@ -226,7 +233,8 @@ if triton is not None:
             change = load_values(kept.corrections, tokens, inside, start, sizes)
             if not sizes.corrects:
                 change = (change * rates).to(dtype)
-            write += tl.dot(change, tl.trans(state_grad))
+            state_grad = tl.trans(state_grad)
+            write += tl.dot(change, state_grad)
         if sizes.corrects:
             store_channels(between.reads, reads, tokens, inside, channel, sizes)
         return read, write, carried
@@ -248,14 +256,16 @@ if triton is not None:
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
+        place = (chunk, row, length, num_chunks)
         dtype = data.value.dtype.element_ty
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         here = row.to(tl.int64) * num_chunks + chunk
         pairs = value_side(data, kept, grad_out, between, grads, tokens, inside, sizes)
-        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
+        allowed = allowed_pairs(data, place, sizes)
         pairs = tl.where(allowed, pairs, 0.0)
         index = tl.arange(0, sizes.chunk)
-        is_last = column(index == sizes.chunk - 1)
+        is_last = index == sizes.chunk - 1
+        is_last = column(is_last)
         key_factors = unit_factors(data.key, vectors, inside, sizes)
         query_factors = unit_factors(data.query, vectors, inside, sizes)
         scaled_factors = query_factors * sizes.scale
@@ -267,11 +277,13 @@ if triton is not None:
             )
             decay = load_sums(data.decay, rows, start, sizes)
             last = load_last(data.decay, rows, start, sizes)
-            read *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
-            write *= decays_to_end(decay, last, data.documents, row, chunk, length, sizes)
+            read *= decays_from_start(decay, data, place, sizes)
+            write *= decays_to_end(decay, last, data, place, sizes)
             keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
-            last = decays_over(last, data.documents, row, chunk, length, sizes) * line(carried)
-            last += line(tl.sum(keys * write, 0))
+            over = decays_over(last, data, place, sizes)
+            written = tl.sum(keys * write, 0)
+            carried = over * line(carried)
+            carried += line(written)
             low_keys = keys.to(dtype)
             queries = load_scaled(data.query, scaled_factors, vectors, inside, start, sizes)
             low_queries = queries.to(dtype)
@@ -279,12 +291,13 @@ if triton is not None:
                 pairs, low_queries, low_keys, read, write, decay, data, rows, start, sizes
             )
             store_channels(grads.key, key_grad, tokens, inside, start, sizes)
+            # read again: the registers were those of the products
             keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
             queries = load_scaled(data.query, scaled_factors, vectors, inside, start, sizes)
             decay_grad = queries * query_grad
             along += tl.sum(decay_grad, 1)
             decay_grad -= keys * key_grad
-            decay_grad += tl.where(is_last, last, 0.0)
+            decay_grad += tl.where(is_last, carried, 0.0)
             if sizes.by_channel:
                 store_decay_gradient(decay_grad, grads.decay, rows, start, sizes, False)
             else:
@@ -306,10 +319,11 @@ if triton is not None:
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
+        place = (chunk, row, length, num_chunks)
         dtype = data.value.dtype.element_ty
-        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
         rates = load_rates(data, tokens, inside)
-        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
+        allowed = allowed_pairs(data, place, sizes)
         factors = unit_factors(data.key, vectors, inside, sizes)
         pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
         inverse = unit_lower_inverse(pairs * rates, sizes)
@@ -330,10 +344,11 @@ if triton is not None:
         for start in range(0, sizes.key_dim, sizes.channels):
             keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
             decay = load_sums(data.decay, rows, start, sizes)
-            keys *= decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            keys *= decays_from_start(decay, data, place, sizes)
             keys *= rates
             reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
-            inverse_grad += tl.dot(reads_grad, tl.trans(keys.to(dtype)))
+            keys = tl.trans(keys.to(dtype))
+            inverse_grad += tl.dot(reads_grad, keys)
         system_grad = tl.dot(wide, inverse_grad)
         system_grad = tl.dot(system_grad, wide)
         is_earlier = pairs_below(allowed, sizes)
@@ -345,7 +360,7 @@ if triton is not None:
         for start in range(0, sizes.key_dim, sizes.channels):
             keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
             decay = load_sums(data.decay, rows, start, sizes)
-            from_start = decays_from_start(decay, data.documents, row, chunk, length, sizes)
+            from_start = decays_from_start(decay, data, place, sizes)
             reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
             row_grad = tl.dot(transposed, reads_grad)
             row_grad *= from_start
@@ -378,7 +393,8 @@ if triton is not None:
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
-        _, _, _, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        place = (chunk, row, length, num_chunks)
+        _, _, _, rows = locate_tokens(place, sizes)
         for start in range(0, sizes.decay_dim, sizes.channels):
             sums = tl.cumsum(load_sums(grad, rows, start, sizes), 0, reverse=True)
             store_decay(grad, sums, rows, start, sizes)

@@ -7,8 +7,8 @@ r"""Tiles of chunked linear attention: what the Triton kernels of triton_chunk_s
     decayed_pairs     products of tokens of a chunk; pair_gradients, their gradients
     unit_lower_inverse    of the triangular system of a delta rule
 
-Kernels of single chunks have a block of channels in registers at a time: 64 tokens with 128 channels
-in fp32 are an eighth of a multiprocessor's registers, and gradients need ten such tiles.
+Kernels of single chunks have a block of channels in registers at a time: 64 tokens with 128
+channels in fp32 are an eighth of a multiprocessor's registers, and gradients need ten such tiles.
 
 Logarithms of decays are cumulative from the start of a chunk of C tokens; every exponent is at most
 0. With decays per channel the pairs of two neighbouring blocks of tokens are one product, with
@@ -69,10 +69,13 @@ class Sizes(NamedTuple):
 if triton is not None:
 
     @triton.jit
-    def locate_tokens(
-        chunk: tensor, row: tensor, length: tensor, num_chunks: tensor, sizes: bundle
-    ) -> bundle:
-        """Tokens of a chunk: which exist, and int64 rows of vectors, of values and of decays."""
+    def locate_tokens(place: bundle, sizes: bundle) -> bundle:
+        """Tokens of a chunk: which exist, and int64 rows of vectors, of values and of decays.
+
+        A place is the index of the chunk, the row of its head, the tokens of a sequence and its
+        number of chunks.
+        """
+        chunk, row, length, num_chunks = place
         heads: constexpr = sizes.heads
         groups: constexpr = sizes.groups
         size: constexpr = sizes.chunk
@@ -244,7 +247,8 @@ if triton is not None:
     ) -> tensor:
         """[C, channels] fp32: channels of queries or keys, times factors [C, 1]."""
         vectors = load_channels(x, rows, inside, start, sizes)
-        return vectors.to(tl.float32) * factors
+        vectors = vectors.to(tl.float32)
+        return vectors * factors
 
     @triton.jit
     def load_vectors(x: tensor, rows: tensor, inside: tensor, sizes: bundle) -> tensor:
@@ -287,7 +291,8 @@ if triton is not None:
             unit = load_scaled(x, factors, rows, inside, start, sizes)
             across = load_channels(grad, tokens, inside, start, sizes)
             across -= unit * along
-            store_channels(grad, across * factors, tokens, inside, start, sizes)
+            across *= factors
+            store_channels(grad, across, tokens, inside, start, sizes)
 
     @triton.jit
     def load_decay(
@@ -326,14 +331,13 @@ if triton is not None:
         return load_sums(decay, row, start, sizes)
 
     @triton.jit
-    def load_documents(
-        documents: tensor, row: tensor, chunk: tensor, length: tensor, sizes: bundle
-    ) -> bundle:
+    def load_documents(data: bundle, place: bundle, sizes: bundle) -> bundle:
         """Documents of the tokens [C], of the token before the chunk, and of the last token."""
+        chunk, row, length, _ = place
         size: constexpr = sizes.chunk
         first = chunk * size
         batch = row // sizes.heads
-        tokens = documents + batch.to(tl.int64) * length
+        tokens = data.documents + batch.to(tl.int64) * length
         previous = tl.maximum(first - 1, 0)
         before = tl.load(tokens + previous)
         before = tl.where(first > 0, before, 0)
@@ -348,16 +352,14 @@ if triton is not None:
     @triton.jit
     def decays_from_start(
         decay: tensor,
-        documents: tensor,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
+        data: bundle,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """Factors from the state before a chunk to its tokens, in the shape of the logarithms."""
         factors = tl.exp(decay)
-        if documents is not None:
-            document, before, _ = load_documents(documents, row, chunk, length, sizes)
+        if data.documents is not None:
+            document, before, _ = load_documents(data, place, sizes)
             is_first = document == before
             factors = tl.where(column(is_first), factors, 0.0)
         return factors
@@ -366,16 +368,14 @@ if triton is not None:
     def decays_to_end(
         decay: tensor,
         last: tensor,
-        documents: tensor,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
+        data: bundle,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """Factors from the tokens of a chunk to the state after it; last: `load_last`."""
         factors = tl.exp(last - decay)
-        if documents is not None:
-            document, _, after = load_documents(documents, row, chunk, length, sizes)
+        if data.documents is not None:
+            document, _, after = load_documents(data, place, sizes)
             is_last = document == after
             factors = tl.where(column(is_last), factors, 0.0)
         return factors
@@ -383,28 +383,24 @@ if triton is not None:
     @triton.jit
     def decays_over(
         last: tensor,
-        documents: tensor,
-        row: tensor,
-        chunk: tensor,
-        length: tensor,
+        data: bundle,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """[1, channels] or [1, 1] fp32: factors from the state before a chunk to that after it."""
         factors = tl.exp(last)
-        if documents is not None:
-            _, before, after = load_documents(documents, row, chunk, length, sizes)
+        if data.documents is not None:
+            _, before, after = load_documents(data, place, sizes)
             factors = tl.where(before == after, factors, 0.0)
         return factors
 
     @triton.jit
-    def allowed_pairs(
-        documents: tensor, row: tensor, chunk: tensor, length: tensor, sizes: bundle
-    ) -> tensor:
+    def allowed_pairs(data: bundle, place: bundle, sizes: bundle) -> tensor:
         """[C, C] bool: a token, and one of its document that is at most as late."""
         index = tl.arange(0, sizes.chunk)
         allowed = column(index) >= line(index)
-        if documents is not None:
-            document, _, _ = load_documents(documents, row, chunk, length, sizes)
+        if data.documents is not None:
+            document, _, _ = load_documents(data, place, sizes)
             is_same = column(document) == line(document)
             allowed &= is_same
         return allowed
@@ -442,7 +438,8 @@ if triton is not None:
         distance = half - index % both
         border = rows + distance * sizes.heads
         since = decay - load_sums(data.decay, border, start, sizes)
-        return tl.exp(-tl.abs(since))
+        logarithms = -tl.abs(since)
+        return tl.exp(logarithms)
 
     @triton.jit
     def pair_decays(decay: tensor) -> tensor:
