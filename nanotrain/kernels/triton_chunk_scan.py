@@ -32,6 +32,7 @@ try:
 
     from nanotrain.kernels.triton_scan_tiles import (
         allowed_pairs,
+        chunk_index,
         decayed_pairs,
         decays_from_start,
         decays_over,
@@ -109,15 +110,10 @@ if triton is not None:
 
     @triton.jit
     def key_pairs(
-        data: bundle,
-        factors: tensor,
-        vectors: tensor,
-        rows: tensor,
-        inside: tensor,
-        allowed: tensor,
-        sizes: bundle,
+        data: bundle, factors: tensor, place: bundle, allowed: tensor, sizes: bundle
     ) -> tensor:
         """[C, C] fp32: pairs of keys with earlier ones, of a delta rule."""
+        inside, vectors, _, rows = locate_tokens(place, sizes)
         pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
         for start in range(0, sizes.key_dim, sizes.channels):
             keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
@@ -131,13 +127,12 @@ if triton is not None:
         data: bundle,
         query_factors: tensor,
         key_factors: tensor,
-        vectors: tensor,
-        rows: tensor,
-        inside: tensor,
+        place: bundle,
         allowed: tensor,
         sizes: bundle,
     ) -> tensor:
         """[C, C] fp32: pairs of queries with keys that are at most as late."""
+        inside, vectors, _, rows = locate_tokens(place, sizes)
         pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
         for start in range(0, sizes.key_dim, sizes.channels):
             queries = load_scaled(data.query, query_factors, vectors, inside, start, sizes)
@@ -187,15 +182,15 @@ if triton is not None:
         factors = unit_factors(data.key, vectors, inside, sizes)
         query_factors = unit_factors(data.query, vectors, inside, sizes)
         query_factors *= sizes.scale
-        scores = score_pairs(data, query_factors, factors, vectors, rows, inside, allowed, sizes)
-        here = row.to(tl.int64) * num_chunks + chunk
+        scores = score_pairs(data, query_factors, factors, place, allowed, sizes)
+        here = chunk_index(place)
         square = out.pairs + square_offsets(here, sizes)
         tl.store(square, scores.to(dtype))
         if sizes.by_channel:
             store_decayed(data, query_factors, factors, out, place, sizes)
         if sizes.corrects:
             rates = load_rates(data, tokens, inside)
-            pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
+            pairs = key_pairs(data, factors, place, allowed, sizes)
             inverse = unit_lower_inverse(pairs * rates, sizes)
             inverse = inverse.to(dtype)
             factors *= rates
@@ -292,7 +287,7 @@ if triton is not None:
             low_state = state.to(dtype)
             change = load_change(data, prepared, low_state, tokens, inside, start, sizes)
             change = change.to(dtype)
-            here = row.to(tl.int64) * num_chunks + chunk
+            here = chunk_index(place)
             if kept is not None:
                 store_state(kept.states, low_state, here, start, sizes)
                 if sizes.corrects:
@@ -413,16 +408,20 @@ def _launch_walk(
     """A program per head and block of columns."""
     kept = written if isinstance(written, Kept) else None
     outputs = written if isinstance(written, Written) else Written(None, None)
-    _walk[walk_grid(inputs, sizes)](
+    grid = walk_grid(inputs, sizes)
+    length = inputs.value.shape[1]
+    num_chunks = prepared.pairs.shape[2]
+    constants = walk_constants(sizes)
+    _walk[grid](
         inputs,
         prepared,
         initial,
         kept,
         outputs.out,
         outputs.final,
-        inputs.value.shape[1],
-        prepared.pairs.shape[2],
-        walk_constants(sizes),
+        length,
+        num_chunks,
+        constants,
         num_warps=WARPS,
         num_stages=WALK_STAGES,
     )
@@ -430,11 +429,14 @@ def _launch_walk(
 
 def walk_constants(sizes: Sizes) -> Sizes:
     """The constants of a walk, which has all channels of a state in registers."""
-    channels = max(MIN_TILE, triton.next_power_of_2(sizes.key_dim))
-    return sizes._replace(channels=channels).constants()
+    key_width = triton.next_power_of_2(sizes.key_dim)
+    channels = max(MIN_TILE, key_width)
+    whole = sizes._replace(channels=channels)
+    return whole.constants()
 
 
 def walk_grid(inputs: Inputs, sizes: Sizes) -> tuple[int, int]:
     """A program per block of columns and head."""
     batch, _, heads, value_dim = inputs.value.shape
-    return triton.cdiv(value_dim, sizes.block), batch * heads
+    blocks = triton.cdiv(value_dim, sizes.block)
+    return blocks, batch * heads

@@ -42,6 +42,7 @@ try:
     from nanotrain.kernels.triton_chunk_scan import key_pairs, load_reading, load_writing
     from nanotrain.kernels.triton_scan_tiles import (
         allowed_pairs,
+        chunk_index,
         column,
         decays_from_start,
         decays_over,
@@ -115,7 +116,7 @@ if triton is not None:
             chunk = num_chunks - 1 - index
             place = (chunk, row, length, num_chunks)
             inside, _, tokens, rows = locate_tokens(place, sizes)
-            here = row.to(tl.int64) * num_chunks + chunk
+            here = chunk_index(place)
             low_grad = grad.to(dtype)
             store_state(between.states, low_grad, here, start, sizes)
             out = load_values(grad_out, tokens, inside, start, sizes)
@@ -163,8 +164,7 @@ if triton is not None:
         grad_out: tensor,
         between: bundle,
         grads: bundle,
-        tokens: tensor,
-        inside: tensor,
+        place: bundle,
         sizes: bundle,
     ) -> tensor:
         """[C, C]: gradients of the pairs of queries and keys, do U'^T.
@@ -172,6 +172,7 @@ if triton is not None:
         Without a delta rule also writes the gradients of values and their factors.
         """
         dtype = data.value.dtype.element_ty
+        inside, _, tokens, _ = locate_tokens(place, sizes)
         pairs = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
         rate_grad = tl.zeros([sizes.chunk], tl.float32)
         rates = load_rates(data, tokens, inside)
@@ -198,9 +199,7 @@ if triton is not None:
         kept: bundle,
         grad_out: tensor,
         between: bundle,
-        here: tensor,
-        tokens: tensor,
-        inside: tensor,
+        place: bundle,
         channel: tensor,
         sizes: bundle,
     ) -> bundle:
@@ -212,6 +211,8 @@ if triton is not None:
         size: constexpr = sizes.chunk
         channels: constexpr = sizes.channels
         dtype = data.value.dtype.element_ty
+        inside, _, tokens, _ = locate_tokens(place, sizes)
+        here = chunk_index(place)
         read = tl.zeros([size, channels], tl.float32)
         write = tl.zeros([size, channels], tl.float32)
         reads = tl.zeros([size, channels], tl.float32)
@@ -259,8 +260,7 @@ if triton is not None:
         place = (chunk, row, length, num_chunks)
         dtype = data.value.dtype.element_ty
         inside, vectors, tokens, rows = locate_tokens(place, sizes)
-        here = row.to(tl.int64) * num_chunks + chunk
-        pairs = value_side(data, kept, grad_out, between, grads, tokens, inside, sizes)
+        pairs = value_side(data, kept, grad_out, between, grads, place, sizes)
         allowed = allowed_pairs(data, place, sizes)
         pairs = tl.where(allowed, pairs, 0.0)
         index = tl.arange(0, sizes.chunk)
@@ -272,9 +272,7 @@ if triton is not None:
         along = tl.zeros([sizes.chunk], tl.float32)
         head_decay = tl.zeros([sizes.chunk], tl.float32)
         for start in range(0, sizes.key_dim, sizes.channels):
-            read, write, carried = state_side(
-                data, kept, grad_out, between, here, tokens, inside, start, sizes
-            )
+            read, write, carried = state_side(data, kept, grad_out, between, place, start, sizes)
             decay = load_sums(data.decay, rows, start, sizes)
             last = load_last(data.decay, rows, start, sizes)
             read *= decays_from_start(decay, data, place, sizes)
@@ -307,9 +305,7 @@ if triton is not None:
         if not sizes.by_channel:
             tl.store(grads.decay + rows, head_decay)
         if sizes.corrects:
-            project_gradient(
-                grads.query, along, data.query, query_factors, vectors, tokens, inside, sizes
-            )
+            project_gradient(grads.query, along, data.query, query_factors, place, sizes)
 
     @triton.jit
     def _system_gradients(
@@ -325,7 +321,7 @@ if triton is not None:
         rates = load_rates(data, tokens, inside)
         allowed = allowed_pairs(data, place, sizes)
         factors = unit_factors(data.key, vectors, inside, sizes)
-        pairs = key_pairs(data, factors, vectors, rows, inside, allowed, sizes)
+        pairs = key_pairs(data, factors, place, allowed, sizes)
         inverse = unit_lower_inverse(pairs * rates, sizes)
         wide = tl.trans(inverse)
         transposed = wide.to(dtype)
@@ -385,7 +381,7 @@ if triton is not None:
         if not sizes.by_channel:
             head_decay += tl.load(grads.decay + rows)
             tl.store(grads.decay + rows, head_decay)
-        project_gradient(grads.key, along, data.key, factors, vectors, tokens, inside, sizes)
+        project_gradient(grads.key, along, data.key, factors, place, sizes)
 
     @triton.jit
     def _sum_back(grad: tensor, length: tensor, sizes: bundle) -> None:
@@ -426,7 +422,9 @@ def scan_backward(
     grad_initial = None if initial is None else torch.empty_like(initial)
     num_chunks = prepared.pairs.shape[2]
     constants = sizes.constants()
-    _walk_back[walk_grid(inputs, sizes)](
+    walk_sizes = walk_constants(sizes)
+    columns = walk_grid(inputs, sizes)
+    _walk_back[columns](
         inputs,
         prepared,
         grad_out,
@@ -435,7 +433,7 @@ def scan_backward(
         grad_initial,
         length,
         num_chunks,
-        walk_constants(sizes),
+        walk_sizes,
         num_warps=WARPS,
         num_stages=WALK_STAGES,
     )
@@ -447,17 +445,16 @@ def scan_backward(
     if sizes.corrects:
         _system_gradients[chunks](inputs, between, grads, length, constants, num_warps=WARPS)
     _sum_back[chunks](grads.decay, length, constants, num_warps=WARPS)
-    return grads._replace(decay=grads.decay[:, :length]), grad_initial
+    decay = grads.decay[:, :length]
+    return grads._replace(decay=decay), grad_initial
 
 
 def _empty_gradients(inputs: Inputs, sizes: Sizes) -> Gradients:
     """Memory of the gradients, with a head of queries and keys per head of values."""
     tokens = inputs.value.shape[:3]
     query = inputs.query.new_empty(*tokens, sizes.key_dim)
-    return Gradients(
-        query,
-        torch.empty_like(query),
-        torch.empty_like(inputs.value),
-        torch.empty_like(inputs.decay),
-        torch.empty_like(inputs.rate),
-    )
+    key = torch.empty_like(query)
+    value = torch.empty_like(inputs.value)
+    decay = torch.empty_like(inputs.decay)
+    rate = torch.empty_like(inputs.rate)
+    return Gradients(query, key, value, decay, rate)

@@ -95,6 +95,12 @@ if triton is not None:
         return inside, vectors, values, decays
 
     @triton.jit
+    def chunk_index(place: bundle) -> tensor:
+        """int64: the index of a chunk among those of all heads."""
+        chunk, row, _, num_chunks = place
+        return row.to(tl.int64) * num_chunks + chunk
+
+    @triton.jit
     def column(x: tensor) -> tensor:
         """[n] -> [n, 1]."""
         return x[:, None]
@@ -268,9 +274,7 @@ if triton is not None:
         along: tensor,
         x: tensor,
         factors: tensor,
-        rows: tensor,
-        tokens: tensor,
-        inside: tensor,
+        place: bundle,
         sizes: bundle,
     ) -> None:
         """Gradients of vectors in the place of those of their unit vectors, of a delta rule.
@@ -280,12 +284,11 @@ if triton is not None:
             along: [C], products of the gradients and the unit vectors.
             x: the vectors.
             factors: [C, 1], of `unit_factors`.
-            rows: rows of the vectors.
-            tokens: rows of the gradients.
-            inside: which tokens exist.
+            place: chunk and head.
             sizes: constants.
         """
         tl.debug_barrier()  # the gradients are read from memory, which other threads have written
+        inside, rows, tokens, _ = locate_tokens(place, sizes)
         along = column(along)
         for start in range(0, sizes.key_dim, sizes.channels):
             unit = load_scaled(x, factors, rows, inside, start, sizes)
