@@ -29,7 +29,7 @@ from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
 from nanotrain.kernels.fp8.quantize import Cast, ComputedInput, NormInput, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
-from nanotrain.kernels.triton_scan_tiles import Inputs
+from nanotrain.kernels.triton_scan_inputs import Inputs
 from nanotrain.precision.fp8 import FP8_RECIPES, PER_ROW, PER_TENSOR, RECIPES, Block, Recipe
 
 E4M3 = torch.float8_e4m3fn

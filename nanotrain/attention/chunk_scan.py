@@ -65,7 +65,7 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        """Two launches; shapes as in triton_scan_tiles.Inputs."""
+        """Two launches; shapes as in triton_scan_inputs.Inputs."""
         query, key, value, decay, rate, initial_state, documents, corrects, dtype = args
         kernels = _kernels()
         sums = kernels.empty_sums(decay)

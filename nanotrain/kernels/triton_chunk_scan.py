@@ -14,7 +14,7 @@ T = (I + tril(beta pairs(k, k), -1))^-1 (nanotrain/attention/delta_rule.py has t
 
 Operands of products are in the dtype of the values and sums in fp32; decays, the inverse and the
 states are in fp32. Values in fp32, bf16 or fp16; with TRITON_INTERPRET=1 the kernels run on CPU
-tensors. Names of sizes are those of triton_scan_tiles.py.
+tensors. Names of sizes are those of triton_scan_inputs.py.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.triton_scan_tiles import Inputs, Sizes
+from nanotrain.kernels.triton_scan_inputs import Inputs, Sizes
 
 try:
     import triton

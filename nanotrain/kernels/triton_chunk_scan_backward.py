@@ -15,7 +15,7 @@ after a chunk:
 
 A decay's logarithm g of a token multiplies by its exponential, so that its gradient is the product
 of what it multiplies and of the gradient of that: of d q and d k with a plus, of e k with a minus,
-which the last token gets with a plus. Names of sizes are those of triton_scan_tiles.py.
+which the last token gets with a plus. Names of sizes are those of triton_scan_inputs.py.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from nanotrain.kernels.triton_chunk_scan import (
     walk_constants,
     walk_grid,
 )
-from nanotrain.kernels.triton_scan_tiles import Inputs, Sizes
+from nanotrain.kernels.triton_scan_inputs import Inputs, Sizes
 
 try:
     import triton
@@ -308,6 +308,29 @@ if triton is not None:
             project_gradient(grads.query, along, data.query, query_factors, place, sizes)
 
     @triton.jit
+    def key_products(
+        data: bundle,
+        between: bundle,
+        factors: tensor,
+        rates: tensor,
+        place: bundle,
+        sizes: bundle,
+    ) -> tensor:
+        """[C, C] fp32: dW (beta d k)^T."""
+        dtype = data.value.dtype.element_ty
+        inside, vectors, tokens, rows = locate_tokens(place, sizes)
+        products = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        for start in range(0, sizes.key_dim, sizes.channels):
+            keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
+            decay = load_sums(data.decay, rows, start, sizes)
+            keys *= decays_from_start(decay, data, place, sizes)
+            keys *= rates
+            reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
+            keys = tl.trans(keys.to(dtype))
+            products += tl.dot(reads_grad, keys)
+        return products
+
+    @triton.jit
     def _system_gradients(
         data: bundle, between: bundle, grads: bundle, length: tensor, sizes: bundle
     ) -> None:
@@ -325,7 +348,7 @@ if triton is not None:
         inverse = unit_lower_inverse(pairs * rates, sizes)
         wide = tl.trans(inverse)
         transposed = wide.to(dtype)
-        inverse_grad = tl.zeros([sizes.chunk, sizes.chunk], tl.float32)
+        inverse_grad = key_products(data, between, factors, rates, place, sizes)
         rate_grad = tl.zeros([sizes.chunk], tl.float32)
         for start in range(0, sizes.value_dim, sizes.block):
             values = load_values(data.value, tokens, inside, start, sizes)
@@ -337,14 +360,6 @@ if triton is not None:
             rate_grad += tl.sum(value_grad * values, 1)
             value_grad *= rates
             store_values(grads.value, value_grad, tokens, inside, start, sizes)
-        for start in range(0, sizes.key_dim, sizes.channels):
-            keys = load_scaled(data.key, factors, vectors, inside, start, sizes)
-            decay = load_sums(data.decay, rows, start, sizes)
-            keys *= decays_from_start(decay, data, place, sizes)
-            keys *= rates
-            reads_grad = load_channels(between.reads, tokens, inside, start, sizes)
-            keys = tl.trans(keys.to(dtype))
-            inverse_grad += tl.dot(reads_grad, keys)
         system_grad = tl.dot(wide, inverse_grad)
         system_grad = tl.dot(system_grad, wide)
         is_earlier = pairs_below(allowed, sizes)

@@ -1,6 +1,5 @@
 r"""Tiles of chunked linear attention: what the Triton kernels of triton_chunk_scan.py load.
 
-    Inputs, Sizes     arguments of the kernels
     locate_tokens     the tokens of a chunk, in memory
     unit_factors      what gives vectors the length 1
     decays_from_start, decays_to_end, decays_over    decays inside a chunk and over it
@@ -13,15 +12,8 @@ channels in fp32 are an eighth of a multiprocessor's registers, and gradients ne
 Logarithms of decays are cumulative from the start of a chunk of C tokens; every exponent is at most
 0. With decays per channel the pairs of two neighbouring blocks of tokens are one product, with
 decays to and from the border between them. As in triton_softmax.py, parameters are annotated for
-Triton's compiler.
-
-    B batch   S sequence   M chunks   C tokens of a chunk   G heads of queries and keys
-    N heads of values   K, V head dims of keys and values   D = 1 or K, decays of a head
+Triton's compiler. Names of sizes are those of triton_scan_inputs.py.
 """
-
-from typing import NamedTuple, Self
-
-from torch import Tensor
 
 try:
     import triton
@@ -30,40 +22,6 @@ try:
     from triton.language import tuple as bundle
 except ImportError:
     triton = None
-
-
-class Inputs(NamedTuple):
-    """Tensors that all kernels read, contiguous."""
-
-    query: Tensor  # [B, S, G, K]
-    key: Tensor  # [B, S, G, K]
-    value: Tensor  # [B, S, N, V]
-    decay: Tensor  # [B, M C, N, D] fp32, cumulative logarithms
-    rate: Tensor  # [B, S, N] fp32, factor of a value: beta of a delta rule, dt of Mamba-2
-    # [B, S] int32, document of each token; document 0 continues the initial state; None: all 0
-    documents: Tensor | None
-
-
-class Sizes(NamedTuple):
-    """Constants of a kernel."""
-
-    heads: int  # N
-    groups: int  # G
-    key_dim: int  # K
-    value_dim: int  # V
-    channels: int  # channels of keys that a program has at once, a power of 2, at least 16
-    block: int  # columns of values that a program multiplies at once, a power of 2
-    chunk: int  # C, a power of 2, at least 16
-    levels: int  # log2 C
-    decay_dim: int  # D
-    by_channel: bool  # every channel of a key has its decay
-    corrects: bool  # a delta rule: keys and queries have length 1, values are corrected
-    scale: float  # factor of the queries
-    eps: float  # added to squared lengths
-
-    def constants(self) -> Self:
-        """The constants as arguments of a kernel."""
-        return type(self)(*map(tl.constexpr, self))
 
 
 if triton is not None:
@@ -279,13 +237,8 @@ if triton is not None:
     ) -> None:
         """Gradients of vectors in the place of those of their unit vectors, of a delta rule.
 
-        Args:
-            grad: where the gradients are, per head of values.
-            along: [C], products of the gradients and the unit vectors.
-            x: the vectors.
-            factors: [C, 1], of `unit_factors`.
-            place: chunk and head.
-            sizes: constants.
+        grad has gradients per head of values, along [C] their products with the unit vectors, x the
+        vectors, and factors [C, 1] are those of `unit_factors`.
         """
         tl.debug_barrier()  # the gradients are read from memory, which other threads have written
         inside, rows, tokens, _ = locate_tokens(place, sizes)

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanotrain.kernels.triton_scan_tiles import Inputs, Sizes, decayed_pairs, unit_lower_inverse
+from nanotrain.kernels.triton_scan_inputs import Inputs, Sizes
+from nanotrain.kernels.triton_scan_tiles import decayed_pairs, unit_lower_inverse
 
 C, K = 16, 16
 

@@ -14,7 +14,7 @@ from nanotrain.spec.scan_kernels import kernel_costs
 pytest.importorskip("triton")
 
 from nanotrain.kernels import triton_chunk_scan, triton_chunk_scan_backward
-from nanotrain.kernels.triton_scan_tiles import Inputs
+from nanotrain.kernels.triton_scan_inputs import Inputs
 
 SIZES = ScanSizes(tokens=512, num_chunks=8, chunk=64, heads=4, groups=2, key=128, value=128)
 RULES = ("mamba2", "gated_delta_net", "kda")
