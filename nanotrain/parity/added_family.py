@@ -17,7 +17,12 @@ from typing import Any
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.interop.hf.config_class import has_class
 from nanotrain.interop.hf.derive.findings import Findings, Row
-from nanotrain.interop.hf.derive.folder import candidates, derive_family, nearest_family
+from nanotrain.interop.hf.derive.folder import (
+    candidates,
+    derive_family,
+    has_weights,
+    nearest_family,
+)
 from nanotrain.interop.hf.families import (
     FAMILIES,
     FOLDER_ROWS,
@@ -163,7 +168,8 @@ def _choose(f: Findings, folder: Path) -> tuple[Row, ConversionReport | None]:
     for row in rows:
         with _registered(f.kind, row, folder=folder):
             model_config = model_from_hf(folder)
-            WeightReader(folder, model_config)
+            if has_weights(folder):
+                WeightReader(folder, model_config)
             pinned = f.entries.keys() & row.get("required", {}).keys()
             kept = {entry: f.entries[entry] for entry in pinned}
             report = check_conversion(model_config, f.kind, kept=kept)
@@ -186,8 +192,8 @@ def _registered(kind: str, row: Row, *, folder: Path) -> Iterator[None]:
     """The family of a row among the known ones, in the block."""
     path = folder / ROW_FILE
     FAMILIES[kind] = build_family(kind, row)
-    if path.is_file():  # of an earlier command; it is not read now
-        FOLDER_ROWS[kind] = path.read_text()
+    # a file of an earlier command is not read now
+    FOLDER_ROWS[kind] = path.read_text() if path.is_file() else ""
     try:
         yield
     finally:

@@ -60,6 +60,19 @@ def test_a_row_comes_back_and_computes_what_transformers_does(name: str, tmp_pat
     assert canonical(derived) == canonical(expected)
 
 
+@pytest.mark.parametrize("name", ["hy_v3", "helium", "vaultgemma"])
+def test_a_folder_without_weights_has_the_names_that_transformers_saves(
+    name: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "with", name)
+    write_folder(tmp_path / "without", name)
+    (tmp_path / "without" / "model.safetensors").unlink()
+    del FAMILIES[kind_of(name)]
+    rows = [add_family(tmp_path / end, output=None, in_tree=False) for end in ("with", "without")]
+    assert rows[0].row == rows[1].row and rows[1].report is not None and rows[1].report.holds
+    assert "the folder has no weights" in rows[1].text()
+
+
 def test_a_model_that_transformers_lacks_is_read_from_text(tmp_path: Path) -> None:
     """The code of the folder, which ends the process if it is run, is only parsed."""
     folder = write_own_code(tmp_path / "mine")
@@ -173,6 +186,17 @@ def test_a_link_in_place_of_the_row_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(HuggingFaceError, match="symbolic link"):
         add_family(folder, output=None, in_tree=False)
     assert target.read_text() == "mine"
+
+
+def test_a_row_that_lacks_a_name_is_one_error(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    add_family(folder, output=None, in_tree=False)
+    model_from_hf(folder)
+    layers = dict(FAMILIES["mine"].layers)
+    del layers["attention.output"]
+    FAMILIES["mine"] = replace(FAMILIES["mine"], layers=layers)
+    with pytest.raises(HuggingFaceError, match="does not name the tensors of the model"):
+        load(folder)
 
 
 def test_a_known_family_is_not_derived(tmp_path: Path) -> None:

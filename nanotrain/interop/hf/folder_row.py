@@ -25,11 +25,13 @@ from nanotrain.untrusted import (
     shown,
     text_of,
     unreadable,
+    whole_number,
 )
 
 ROW_FILE = "nanotrain_family.yaml"
 MAX_ROW_BYTES = 1 << 16  # the longest row of families.yaml has 6 kB
 MAX_ITEMS = 256
+MAX_GROUPS = 1024  # parts that the rows of a tensor are stored in
 # fields of a tensor with few values; those of `groups` are attributes of `ModelShape`
 VALUES = {"groups": ("num_heads", "query_groups"), "unsqueezed": ([0], [1])}
 FLAGS = ("transposed", "is_full", "has_neighbour_pairs", "has_swapped_halves")
@@ -187,6 +189,8 @@ def _check_name_field(field: str, value: Any) -> None:
         _list(value, field)
     elif value in VALUES.get(field, ()):
         return
+    elif field == "groups" and type(value) is int:
+        whole_number(value, field, low=1, high=MAX_GROUPS)
     elif field not in FLAGS or not isinstance(value, bool):
         raise ValueError(f"a tensor of layers has {shown(field)}: {shown(value)}")
 

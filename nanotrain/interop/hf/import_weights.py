@@ -24,7 +24,14 @@ from nanotrain.config.config import CheckpointConfig, Config, DataConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
+from nanotrain.interop.hf.families import (
+    FAMILIES,
+    FOLDER_ROWS,
+    Family,
+    model_from_hf,
+    read_config,
+)
+from nanotrain.interop.hf.folder_row import ROW_FILE
 from nanotrain.interop.hf.names import (
     Constant,
     checkpoint_shapes,
@@ -38,7 +45,7 @@ from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.log import log_once, progress
 from nanotrain.precision.dtypes import torch_name
 from nanotrain.spec.boxes import Box, TensorBox
-from nanotrain.untrusted import shown
+from nanotrain.untrusted import plain_text, shown
 
 SHOWN = 5  # number of names that an error lists
 
@@ -72,7 +79,13 @@ class WeightReader:
         raw = read_config(folder)
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
-        self._mappings = _choose_mappings(model_config, family, present=self._files.shapes.keys())
+        try:
+            present_names = self._files.shapes.keys()
+            self._mappings = _choose_mappings(model_config, family, present=present_names)
+        except (AssertionError, ArithmeticError, LookupError) as error:
+            if raw["model_type"] not in FOLDER_ROWS:
+                raise
+            raise _incomplete_row(raw["model_type"], error) from None
         constants = constant_tensors(model_config, family)
         needless = set(constants)
         for copies in mtp_copies(model_config, family).values():
@@ -106,6 +119,15 @@ class WeightReader:
         for part in mapping.slices(unpadded):
             stored = self._files.read(part.tensor, part.stored)
             target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
+
+
+def _incomplete_row(kind: str, error: Exception) -> HuggingFaceError:
+    """The error for a row of a folder that lacks names of the model."""
+    return HuggingFaceError(
+        f"the row of {kind} does not name the tensors of the model",
+        why=plain_text(f"{type(error).__name__}: {error}")[:200],
+        fix=f"complete its {ROW_FILE}, or derive it anew: nanotrain family add DIR",
+    )
 
 
 @progress("importing")

@@ -56,6 +56,7 @@ def test_a_row_of_a_known_family_is_not_read(
         ({"fixed": {"no.key": 1}}, "is no setting of the model section"),
         ({"fixed": {"num_layers": "many"}}, "is no row of a family"),
         ({"layers": {"mlp.up": {"name": "w", "groups": "__class__"}}}, "'groups'"),
+        ({"layers": {"mlp.up": {"name": "w", "groups": 10**9}}}, "at most 1024"),
         ({"layers": {"mlp.up": {"name": "w", "interleaved": [0, 0]}}}, "'interleaved'"),
         ({"layers": {"mlp.up": ["w"]}}, "it must be text"),
         ({"ignored": ["*" * 500]}, "which is no pattern of names"),

@@ -36,7 +36,7 @@ from nanotrain.interop.hf.families import (
     read_full_config,
 )
 from nanotrain.interop.hf.layer_types import FULL
-from nanotrain.interop.hf.weights import WeightFiles
+from nanotrain.interop.hf.weights import HEADS, INDEX, PICKLES, SINGLE, WeightFiles
 from nanotrain.untrusted import own_file, plain_text, read_file
 
 MAX_CANDIDATES = 8
@@ -70,12 +70,14 @@ def derive_family(folder: Path) -> Findings:
     source = read_source(folder, kind=kind, architecture=class_name)
     try:
         entries, row = _read_entries(folder, kind, raw=raw)
-        table = _read_tensors(folder, entries)
+        table = _read_tensors(folder, kind, entries=entries)
         f = Findings(kind, architecture, entries, table, source, row=row)
         f.defaults = row["defaults"] if "without_class" in row else class_defaults(kind)
         if table.num_later_layers:
             row["ignores_later_layers"] = True
             f.notes.append(f"{table.num_later_layers} layers after the last one are not read")
+        if not has_weights(folder):
+            f.notes.append("the folder has no weights: names are those that transformers saves")
         if derive_row(f):
             _account_for_entries(f)
     except (*DAMAGE, RecursionError, MemoryError) as error:
@@ -182,12 +184,24 @@ def _defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:
             yield argument.arg, default.value
 
 
-def _read_tensors(folder: Path, entries: Any) -> TensorTable:
-    """The tensors of a folder, from the headers of its files."""
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, readable or not."""
+    names = (SINGLE, INDEX, *PICKLES)
+    return any((folder / name).exists() for name in names)
+
+
+def _read_tensors(folder: Path, kind: str, *, entries: Any) -> TensorTable:
+    """The tensors of a folder, from the headers of its files.
+
+    Without files they are those that transformers' class would save.
+    """
     names = ("num_hidden_layers", *STANDARD["num_hidden_layers"])
     counts = [entries[name] for name in names if name in entries]
     num_layers = counts[0] if counts else None
-    shapes = WeightFiles(folder, prefix="").shapes
+    if has_weights(folder) or not has_class(kind):
+        shapes = WeightFiles(folder, prefix="").shapes
+    else:
+        shapes = _shapes_of_class(kind, entries)
     table = read_table(shapes, num_layers=num_layers)
     if table is None:
         raise HuggingFaceError(
@@ -196,6 +210,32 @@ def _read_tensors(folder: Path, entries: Any) -> TensorTable:
             fix="give the folder of a causal language model",
         )
     return table
+
+
+def _shapes_of_class(kind: str, entries: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that transformers' class of a `model_type` saves, without allocating it."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = {name: value for name, value in entries.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(kind, **known)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            model = model_class(config)
+        tensors = revert_weight_conversion(model, model.state_dict())
+    except Exception as error:  # the classes raise many
+        raise HuggingFaceError(
+            f"transformers' class of {kind} builds no model of this config.json",
+            why=plain_text(f"{type(error).__name__}: {error}")[:200],
+            fix="give a folder with weights: their headers have names and shapes",
+        ) from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if not entries.get("tie_word_embeddings"):
+        return shapes
+    return {name: shape for name, shape in shapes.items() if not name.startswith(HEADS)}
 
 
 def _account_for_entries(f: Findings) -> None:

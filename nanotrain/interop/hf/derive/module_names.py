@@ -147,10 +147,10 @@ class _Namer:
         """
         if "attention.query" not in name.modules or len(name.modules) == 1:
             return name
+        known: tuple[str | int, ...] = (name.groups, "", "num_heads", "query_groups")
         if BY_HEAD.search(self.f.code):
-            groups = ["num_heads"]
-        else:
-            groups = list(dict.fromkeys((name.groups, "", "num_heads", "query_groups")))
+            known = ("num_heads",)
+        groups = list(dict.fromkeys(known))
         rows = [{"layers": self._rows(replace(name, groups=group))} for group in groups]
         self.f.choices.append(rows)
         return replace(name, groups=groups[0])
