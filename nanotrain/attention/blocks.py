@@ -287,13 +287,13 @@ class BlockSelection:
             slots: [B, M * L, E], index keys.
         """
         num_blocks = grads.shape[3]
+        index_query = self.index.query[:, rows]
         flat = grads.flatten(3)
         flat = flat.flatten(1, 2)  # [B, rows * G, M * L]
-        index_query = self.index.query[:, rows]
-        index_query = index_query.to(flat.dtype)
-        query_grad = flat @ slots.to(flat.dtype)
+        flat = flat.to(index_query.dtype)
+        query_grad = wide_product(flat, slots)
         self._query_grad[:, rows] = query_grad.view_as(index_query)
-        key_grad = flat.mT @ index_query.flatten(1, 2)
+        key_grad = wide_product(flat.mT, index_query.flatten(1, 2))
         positions = self.blocks.slots[:, :num_blocks]
         positions = positions.flatten(1)
         positions = positions.expand(len(flat), -1)

@@ -16,7 +16,8 @@
     AttachGradients  autograd: known gradients of other tensors
 
 The loss is differentiated in the forward, where its target is known, with respect to the index
-alone. DeepSeek-V3.2 (2025), section 2.1.
+alone. Products have operands in the dtype of the index, and sums in fp32. DeepSeek-V3.2 (2025),
+section 2.1.
 
     B batch   Q queries   S keys   K selected keys   I index heads   E width of an index head
 """
@@ -264,9 +265,10 @@ class IndexGradients:
         self.weight[:, rows] = grad_weight[..., 0] * (num_heads * width) ** -0.5
         grad_products = scores.weight[..., None] * grad_scores[:, :, None]
         grad_products.masked_fill_(scores.products == 0, 0.0)
-        query = self.index.query[:, rows].to(grad_products.dtype)
-        self.query[:, rows] = keys.grad_query(grad_products)
-        keys.add_grad(grad_products, query, total=self.key)
+        query = self.index.query[:, rows]
+        narrow = grad_products.to(query.dtype)
+        self.query[:, rows] = keys.grad_query(narrow)
+        keys.add_grad(narrow, query, total=self.key)
 
     def finish(self) -> list[Tensor]:
         """Count the loss; the gradients in the dtypes of the index, times the scale of the loss."""
@@ -291,13 +293,13 @@ class IndexKeys:
     def grad_query(self, grad_products: Tensor) -> Tensor:
         """[B, rows, I, keys] -> [B, rows, I, E]."""
         num_heads = grad_products.shape[2]
-        keys = self.keys.to(grad_products.dtype)
-        grad = grad_products.flatten(1, 2) @ keys
+        grad = wide_product(grad_products.flatten(1, 2), self.keys)
         return grad.unflatten(1, (-1, num_heads))
 
     def add_grad(self, grad_products: Tensor, query: Tensor, *, total: Tensor) -> None:
         """Add the gradient of the keys to [B, S, E]; query [B, rows, I, E]."""
-        grad = grad_products.flatten(1, 2).mT @ query.flatten(1, 2)
+        flat = grad_products.flatten(1, 2)
+        grad = wide_product(flat.mT, query.flatten(1, 2))
         total[:, : grad.shape[1]] += grad
 
 
@@ -315,11 +317,14 @@ class GatheredIndexKeys(IndexKeys):
 
     def grad_query(self, grad_products: Tensor) -> Tensor:
         """[B, rows, I, K] -> [B, rows, I, E]."""
-        return grad_products @ self.keys.to(grad_products.dtype)
+        flat = grad_products.flatten(0, 1)
+        grad = wide_product(flat, self.keys.flatten(0, 1))
+        return grad.unflatten(0, grad_products.shape[:2])
 
     def add_grad(self, grad_products: Tensor, query: Tensor, *, total: Tensor) -> None:
         """Add the gradient of the keys to [B, S, E]; query [B, rows, I, E]."""
-        grad = grad_products.mT @ query
+        flat = grad_products.flatten(0, 1)
+        grad = wide_product(flat.mT, query.flatten(0, 1))
         add_rows(total, self.positions, values=grad)
 
 

@@ -72,14 +72,12 @@ def indexer_part(clock: RankClock, operator: Indexer) -> Part:
 
 
 def _loss_s(clock: RankClock, operator: Indexer) -> float:
-    """Seconds of the loss and its gradients, which are products in fp32."""
+    """Seconds of the loss and its gradients, which are products in the dtype of the index."""
     pairs = operator.loss_pairs
     heads = operator.heads
     width = operator.head_dim
     gradient_flops = 4 * heads * width
-    seconds = _pairs_s(
-        clock, pairs, flops=gradient_flops, num_bytes=heads * INDEX_LOSS_BYTES, dtype="fp32"
-    )
+    seconds = _pairs_s(clock, pairs, flops=gradient_flops, num_bytes=heads * INDEX_LOSS_BYTES)
     if operator.gathers_loss:
         # the index keys of each query, their scores again, and their gradients
         num_bytes = heads * INDEX_BYTES

@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.attention import selection
-from nanotrain.attention.selection import Index
+from nanotrain.attention.selection import Index, IndexGradients, IndexKeys
 
 
 def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
@@ -31,3 +31,39 @@ def test_scores_of_gathered_keys_are_those_of_all_keys() -> None:
     mask = torch.ones(1, 3, 9, dtype=torch.bool)
     assert (found.select(mask, topk=3).sum(-1) == 3).all()
     assert found.select(mask, topk=9).all(), "no more keys than may be selected"
+
+
+def test_keys_of_16_bits_are_those_that_sums_in_fp64_select() -> None:
+    draw = torch.Generator().manual_seed(2)
+    shapes = ((1, 64, 4, 64), (1, 512, 64), (1, 64, 4))
+    query, key, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    mask = torch.ones(1, 64, 512, dtype=torch.bool)
+
+    def selected(dtype: torch.dtype) -> torch.Tensor:
+        index = Index(query.to(dtype), key.to(dtype), weight.to(dtype), topk=32)
+        return index.scores(slice(0, 64), index.key).select(mask, topk=32)
+
+    expected = selected(torch.float64)
+    assert torch.equal(selected(torch.bfloat16), expected)
+    # products in 16 bits would select others
+    products = torch.einsum("bqie,bke->bqki", query, key).relu().float()
+    narrow = torch.einsum("bqki,bqi->bqk", products, weight.float())
+    assert not torch.equal(selection.highest(narrow, 32), expected)
+
+
+def test_gradients_of_16_bits_are_those_of_fp64_within_their_rounding() -> None:
+    draw = torch.Generator().manual_seed(2)
+    shapes = ((1, 16, 4, 64), (1, 32, 64), (1, 16, 4))
+    tensors = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    mask = torch.ones(1, 16, 32, dtype=torch.bool)
+    target = torch.rand(1, 16, 32, generator=draw, dtype=torch.float64).softmax(-1)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        index = Index(*(x.to(dtype) for x in tensors), topk=32)
+        gradients = IndexGradients.zeros(index)
+        scores = index.scores(slice(0, 16), index.key)
+        rows = {"mask": mask, "target": target.to(scores.summed.dtype)}
+        gradients.add(slice(0, 16), scores=scores, keys=IndexKeys(index.key), **rows)
+        found[dtype] = [gradients.query, gradients.key, gradients.weight]
+    for narrow, wide in zip(found[torch.bfloat16], found[torch.float64], strict=True):
+        assert (narrow - wide).abs().max() < 2**-8 * wide.abs().max()
