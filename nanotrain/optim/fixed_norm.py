@@ -41,13 +41,16 @@ class FixedNorms:
         matrices: all matrices of the grid.
         groups: groups of the grid.
         radius: [matrices] fp32, R of every matrix; 0 before its first update.
+
+    Attributes:
+        radius: the argument, set by the first update.
     """
 
     def __init__(
         self, matrices: Sequence[OwnedMatrix], groups: GridGroups, *, radius: Tensor
     ) -> None:
         self._groups = groups
-        self._radius = radius
+        self.radius = radius
         # a replicated matrix is counted at one tensor-parallel rank
         self._counts = []
         for owned in matrices:
@@ -65,7 +68,7 @@ class FixedNorms:
         """
         if not self._counts[matrix_id]:
             return
-        device = self._radius.device
+        device = self.radius.device
         w = weights.double()
         u = update.to(w.device).double()
         products = torch.stack([w @ w, w @ u, u @ u])
@@ -77,14 +80,14 @@ class FixedNorms:
         The first one sets R.
         """
         products = torch.stack(self._products)
-        self._products = [_no_products(self._radius) for _ in self._counts]
+        self._products = [_no_products(self.radius) for _ in self._counts]
         for group in (self._groups.shard, self._groups.tensor):
             assert isinstance(group, Group), "a spec is for plans"
             all_reduce(products, group)
         weight_square, product, update_square = products.unbind(dim=1)
-        is_first = self._radius == 0
-        self._radius.copy_(torch.where(is_first, weight_square.sqrt(), self._radius.double()))
-        radius = self._radius.double()
+        is_first = self.radius == 0
+        self.radius.copy_(torch.where(is_first, weight_square.sqrt(), self.radius.double()))
+        radius = self.radius.double()
         size = step.lr * radius / update_square.sqrt().clamp(min=TINY)
         new_square = weight_square - 2 * size * product + size.square() * update_square
         weight = radius / new_square.clamp(min=0.0).sqrt().clamp(min=TINY)
