@@ -298,7 +298,8 @@ class SharedSelectionAttention(SelectiveLatentAttention):
         (encoded,) = context.state[self.source]
         positions = decode_positions(encoded)
         up = self._up_projection(positions.shape[1])
-        no_channels = encoded.detach()[..., 0, :0]
+        # in memory of its own: a view would keep all digits
+        no_channels = encoded.new_empty((*positions.shape[:2], 0))
         selection = KeptSelection(positions, no_channels, self.dsa.topk, up)
         return partial(self.core_attention, index=selection)
 
