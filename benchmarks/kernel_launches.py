@@ -25,7 +25,12 @@ from nanotrain.kernels import (
     triton_softmax,
     triton_swiglu,
 )
-from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
+from nanotrain.kernels.fp8 import (
+    triton_cast,
+    triton_grouped,
+    triton_nvfp4,
+    triton_nvfp4_experts,
+)
 from nanotrain.kernels.fp8.quantize import Cast, ComputedInput, NormInput, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
@@ -340,6 +345,62 @@ def _build_nvfp4() -> list[Launch]:
     return launches
 
 
+def _nvfp4_experts(operand: str, dtype: torch.dtype) -> None:
+    """Amaxes of the tokens of experts in NVFP4, or the cast of one form or of matrices."""
+    x = torch.zeros(TOKENS, WIDTH, dtype=dtype)
+    amaxes = torch.ones(EXPERTS)
+    words = ElementWords(torch.zeros(TOKENS, dtype=torch.int64), first_channel=WIDTH)
+    matrices = torch.zeros(EXPERTS, WIDTH, WIDTH, dtype=dtype)
+    if operand == "amaxes":
+        triton_nvfp4_experts.expert_amaxes(x, _offs())
+    elif operand == "weight":
+        triton_nvfp4_experts.cast_matrices(matrices, amaxes)
+    elif operand == "weight_t":
+        triton_nvfp4_experts.cast_matrices(matrices.mT, amaxes)
+    else:
+        is_random = operand.startswith("grad")
+        cast = triton_nvfp4_experts.cast_tokens
+        if operand.endswith("_t"):
+            cast = triton_nvfp4_experts.cast_channels
+        cast(x, amaxes, offs=_offs(), words=words if is_random else None)
+
+
+def _nvfp4_products(*, sums: bool, adds: bool) -> None:
+    """A product of experts in NVFP4: of their tokens, or summed over their tokens."""
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    amaxes = torch.ones(EXPERTS)
+    if not sums:
+        a = triton_nvfp4_experts.cast_tokens(x, amaxes, offs=_offs())
+        b = triton_nvfp4_experts.cast_matrices(x.view(EXPERTS, -1, WIDTH), amaxes)
+        triton_nvfp4_experts.grouped_mm(a, b, offs=_offs(), sums=False, dtype=x.dtype)
+        return
+    a = triton_nvfp4_experts.cast_channels(x, amaxes, offs=_offs())
+    out = torch.empty(EXPERTS, WIDTH, WIDTH)
+    operands = [*a.tensors, *a.tensors, _offs()]
+    triton_nvfp4_experts.write_grouped_mm(operands, out, adds=adds)
+
+
+def _build_nvfp4_experts() -> list[Launch]:
+    """Amaxes, casts and products of experts in NVFP4, also for cards without the dense products."""
+    launches = []
+    first, _ = _capabilities(RECIPES["nvfp4"])
+    for operand in ("amaxes", "input", "grad", "weight", "weight_t", "input_t", "grad_t"):
+        kernel = "_nvfp4_expert_amaxes" if operand == "amaxes" else "_nvfp4_expert_cast"
+        for name in ("bf16", "fp32"):
+            run = partial(_nvfp4_experts, operand, FLOATS[name])
+            label = f"nvfp4 {operand} experts {name}"
+            is_typical = operand in ("amaxes", "grad", "grad_t") and name == "bf16"
+            launches.append(Launch(label, frozenset({kernel}), run, first, is_typical=is_typical))
+    products = {"fprop": (False, False), "wgrad": (True, False), "wgrad added": (True, True)}
+    for name, (sums, adds) in products.items():
+        run = partial(_nvfp4_products, sums=sums, adds=adds)
+        label = f"{name} nvfp4 experts"
+        is_typical = sums == adds
+        kernels = frozenset({"_multiply"})
+        launches.append(Launch(label, kernels, run, first, is_typical=is_typical))
+    return launches
+
+
 def _build_wgrads() -> list[Launch]:
     """Weight gradients of experts in 16 bits."""
     launches = []
@@ -398,6 +459,7 @@ LAUNCHES = (
     *_build_computed_casts(),
     *_build_products(),
     *_build_nvfp4(),
+    *_build_nvfp4_experts(),
     *_build_scans(),
 )
 

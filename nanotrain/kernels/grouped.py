@@ -176,6 +176,12 @@ def accumulate_by_kernel(grad: Tensor, x: Tensor, *, offs: Tensor, view: GradVie
     return True
 
 
+def matrix_ends(matrices: Tensor) -> Tensor:
+    """[E] int32, the end of the rows of each matrix of [E, R, K]."""
+    experts, rows, _ = matrices.shape
+    return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=matrices.device)
+
+
 def tokens_of_experts(ends: Sequence[int]) -> list[slice]:
     """The tokens of each expert, from their ends."""
     starts = [0, *ends[:-1]]

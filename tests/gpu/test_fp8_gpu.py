@@ -87,14 +87,14 @@ def test_the_products_are_those_of_the_emulation(
         assert_near(found, expected)
 
 
-@pytest.mark.parametrize(("recipe", "name"), CASES)
+@pytest.mark.parametrize(("recipe", "name"), [*CASES, ("nvfp4", "e2m1")])
 @FORMS
 def test_experts_are_those_of_the_emulation(is_fused: bool, recipe: str, name: str) -> None:
     skip_without_kernels(recipe, name)
     counts, results = [40, 0, 129], []
     for device in ("cpu", "cuda"):
         has_grouped_mm = torch.cuda.get_device_capability() == GROUPED_CAPABILITY
-        options = Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
+        options = Fp8Options(RECIPES[recipe], FORMATS[name], has_grouped_mm=has_grouped_mm)
         options = replace(options, is_fused=is_fused and device == "cuda")
         layer = Fp8Layer(options, ExpertRange(0, 3, 3)).to(device)
         weight, x = (

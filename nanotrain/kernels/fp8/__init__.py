@@ -10,5 +10,6 @@ swiglu.py, norm.py  products whose casts compute their input
 grouped.py          fprop, dgrad and wgrad of stacked experts
 triton_cast.py      the cast in one kernel, with one read per operand
 triton_grouped.py   products of experts that torch lacks
+triton_nvfp4*.py    casts to NVFP4 of matrices, and casts and products of experts
 triton_tiles.py     the rows of experts in tiles, for both kernels
 """

@@ -21,7 +21,12 @@ from nanotrain.kernels.fp8.nvfp4_products import Nvfp4LoopedMM
 from nanotrain.kernels.fp8.products import Key, Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax
 from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, pack_operands, scaled_mm
-from nanotrain.kernels.grouped import GroupedMM, accumulate_each, tokens_of_experts
+from nanotrain.kernels.grouped import (
+    GroupedMM,
+    accumulate_each,
+    matrix_ends,
+    tokens_of_experts,
+)
 from nanotrain.kernels.linear import GradView, wgrad
 from nanotrain.precision.fp8 import PER_ROW
 
@@ -164,7 +169,7 @@ class Fp8GroupedMM(GroupedMM):
         elif self._layer.kept is None:
             rows = weight.flatten(0, 1)
             amaxes[0, Operand.WEIGHT] = self._scales.amax(
-                rows, Operand.WEIGHT, offs=_matrix_ends(weight)
+                rows, Operand.WEIGHT, offs=matrix_ends(weight)
             )
         return amaxes
 
@@ -231,7 +236,7 @@ class Fp8GroupedMM(GroupedMM):
             Operand.WEIGHT,
             rows=keeps or not transposed,
             columns=keeps or transposed,
-            offs=_matrix_ends(weight),
+            offs=matrix_ends(weight),
         )
         if keeps:
             layer.kept = forms
@@ -266,16 +271,15 @@ class Fp8GroupedMM(GroupedMM):
 
 
 def select_fp8_gemm(layer: Fp8Layer) -> GroupedMM:
-    """`Fp8GroupedMM` where Triton kernels run, else `Fp8LoopedMM`; NVFP4 has its own products."""
-    if layer.options.recipe.is_two_level:
+    """Grouped products where Triton kernels run, else looped ones; NVFP4 has its own of both."""
+    options = layer.options
+    if not options.recipe.is_two_level:
+        return Fp8GroupedMM(layer) if options.is_fused else Fp8LoopedMM(layer)
+    if not options.is_fused:
         return Nvfp4LoopedMM(layer)
-    return Fp8GroupedMM(layer) if layer.options.is_fused else Fp8LoopedMM(layer)
+    from nanotrain.kernels.fp8 import nvfp4_grouped  # imports Triton
 
-
-def _matrix_ends(weight: Tensor) -> Tensor:
-    """[E], the end of the rows of each matrix of [E, O, I]."""
-    experts, rows, _ = weight.shape
-    return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=weight.device)
+    return nvfp4_grouped.Nvfp4GroupedMM(layer)
 
 
 def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ value in the dtype of the activations. Tensor scales follow from amaxes over the
 tensor, one collective per layer and direction: a layout has the scales of one rank.
 
     Nvfp4Linears      layers that share an input
-    Nvfp4LoopedMM     experts, one product per expert; the host waits for `offs`
+    Nvfp4LoopedMM     experts, one product per expert; the host waits for `offs`; without Triton
     select_linears    the class of the products of a recipe
 
     T tokens   I inputs   O outputs   E experts

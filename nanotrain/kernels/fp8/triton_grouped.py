@@ -50,6 +50,7 @@ class Factor(NamedTuple):
     scale_expert_stride: int
     scale_row_stride: int
     scale_block_stride: int
+    tensor_scales: Tensor | None = None  # of experts, in NVFP4
 
 
 class Out(NamedTuple):
@@ -75,31 +76,80 @@ if triton is not None:
         return tl.load(factor.scales + offsets, mask=mask, other=0)
 
     @triton.jit
-    def _load_exponents(
-        factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
+    def _load_short_blocks(
+        factor: tl.tuple, place: tl.tuple, rows: tl.tensor, mask: tl.tensor, how: tl.tuple
     ) -> tl.tensor:
-        """The scales of the four blocks of a tile in each row, [rows, 4] bytes read as one word."""
+        """The scales of the blocks of a tile in each row, [rows, blocks] bytes read as words.
+
+        `place` has the expert, and where the tile begins in a row.
+        """
+        expert, first = place
+        blocks = tl.arange(0, how.tile // how.block)
         expert_offset = expert * factor.scale_expert_stride
-        # a row has whole tiles: `line_unit`
         row_offsets = expert_offset + rows * factor.scale_row_stride
-        words = tl.multiple_of(row_offsets + 4 * block, 4)
-        offsets = words[:, None] + tl.arange(0, 4)[None, :]
-        return tl.load(factor.scales + offsets, mask=mask[:, None], other=0)
+        # a row has whole tiles: `line_unit`
+        words = tl.multiple_of(row_offsets + first // how.block, 8 if how.packs else 4)
+        offsets = words[:, None] + blocks[None, :]
+        return tl.load(factor.scales + offsets, mask=mask[:, None], other=0.0)
 
     @triton.jit
     def _block_scales(
-        factors: tl.tuple, place: tl.tuple, is_row: tl.tensor, is_column: tl.tensor, how: tl.tuple
+        factors: tl.tuple, tile: tl.tuple, block: tl.tensor, how: tl.tuple
     ) -> tl.tensor:
         """The products of scales of a block of 128 values: [rows, 1] or [rows, columns]."""
         a, b = factors
-        expert, rows, columns, block = place
+        expert, rows, columns, is_row, is_column = tile
         scales = _load_scales(a, expert, rows, block, is_row)[:, None]
         if how.block_rows == how.tile:  # the columns of a program have one scale
-            tile = tl.program_id(1).to(tl.int64)
-            scales *= _load_scales(b, expert, tile, block, True)
+            column_tile = tl.program_id(1).to(tl.int64)
+            scales *= _load_scales(b, expert, column_tile, block, True)
         else:
             scales *= _load_scales(b, expert, columns, block, is_column)[None, :]
         return scales
+
+    @triton.jit
+    def _add_block_products(
+        x: tl.tensor,
+        y: tl.tensor,
+        total: tl.tensor,
+        factors: tl.tuple,
+        tile: tl.tuple,
+        first: tl.tensor,
+        how: tl.tuple,
+    ) -> tl.tensor:
+        """Add the products of values from `first` on in their rows, which have scales per block."""
+        a, b = factors
+        expert, rows, columns, is_row, is_column = tile
+        if how.block == how.tile:
+            total += tl.dot(x, y) * _block_scales(factors, tile, first // how.tile, how)
+        else:
+            place = (expert, first)
+            scales_a = _load_short_blocks(a, place, rows, is_row, how)
+            scales_b = _load_short_blocks(b, place, columns, is_column, how)
+            if how.packs:
+                total = tl.dot_scaled(x, scales_a, "e2m1", y, scales_b, "e2m1", acc=total)
+            else:
+                total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
+        return total
+
+    @triton.jit
+    def _scale_sums(
+        total: tl.tensor, factors: tl.tuple, tile: tl.tuple, source: tl.tuple, how: tl.tuple
+    ) -> tl.tensor:
+        """The sums times the scales of rows or tensors, which have not been applied."""
+        a, b = factors
+        expert, rows, columns, is_row, is_column = tile
+        has_scale = expert < source.num_experts
+        if how.block == 0 and how.block_rows == 0:
+            scale_a = _load_scales(a, expert, 0, 0, has_scale)
+            total *= scale_a * _load_scales(b, expert, 0, 0, has_scale)
+        elif how.block == 0:
+            scales_a = _load_scales(a, expert, rows, 0, is_row)[:, None]
+            total *= scales_a * _load_scales(b, expert, columns, 0, is_column)[None, :]
+        elif how.packs:
+            scale_a = tl.load(a.tensor_scales + expert, mask=has_scale, other=0)
+            total *= scale_a * tl.load(b.tensor_scales + expert, mask=has_scale, other=0)
+        return total
 
     @triton.jit
     def _offsets(
@@ -110,13 +160,25 @@ if triton is not None:
         return row_offsets + first + inner
 
     @triton.jit
-    def _store_tile(
-        total: tl.tensor, out: tl.tuple, offsets: tl.tensor, mask: tl.tensor, adds: tl.constexpr
+    def _add_halves(
+        total: tl.tensor, out: tl.tuple, expert: tl.tensor, rows: tl.tensor, is_row: tl.tensor
     ) -> None:
-        """Write the sums of a tile, or add them to the values there."""
-        if adds:
-            total += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
-        tl.store(out.data + offsets, total.to(out.data.dtype.element_ty), mask=mask)
+        """Add the sums of a tile to the values there, half of the columns at a time.
+
+        Registers suffice for one half of the values besides the sums.
+        """
+        size: tl.constexpr = total.shape[0]
+        half: tl.constexpr = size // 2
+        halves = tl.reshape(total, (size, 2, half))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        first_column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, half)
+        for part in tl.static_range(2):
+            columns = first_column + part * half
+            offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
+            mask = is_row[:, None] & (columns < out.num_columns)[None, :]
+            sums = left if part == 0 else right
+            sums += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
+            tl.store(out.data + offsets, sums.to(out.data.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _multiply(
@@ -153,11 +215,16 @@ if triton is not None:
             rows = start + inner
             first = tl.full([], 0, tl.int64)
             length = tl.where(expert < source.num_experts, out.length, 0)
+        if how.packs and sums:  # from values to bytes, of a row
+            first = (first // 2).to(tl.int32)
+            length = (length // 2).to(tl.int32)
         is_row = rows < end
         is_column = columns < out.num_columns
         expert = expert.to(tl.int64)
         offsets_a = _offsets(a, expert, rows[:, None], first, inner[None, :])
         offsets_b = _offsets(b, expert, columns[None, :], first, inner[:, None])
+        factors = (a, b)
+        tile = (expert, rows, columns, is_row, is_column)
         total = tl.zeros([size, size], tl.float32)
         for k in range(0, length, size):
             is_inner = inner < length - k
@@ -165,29 +232,19 @@ if triton is not None:
             mask_b = is_column[None, :] & is_inner[:, None]
             x = tl.load(a.data + offsets_a + k, mask=mask_a, other=0.0)
             y = tl.load(b.data + offsets_b + k, mask=mask_b, other=0.0)
-            block = (first + k) // size
             if how.block == 0 and is_fast:
                 total = tl.dot(x, y, acc=total)
             elif how.block == 0:
                 total += tl.dot(x, y)
-            elif how.block == size:
-                scales = _block_scales(
-                    (a, b), (expert, rows, columns, block), is_row, is_column, how
-                )
-                total += tl.dot(x, y) * scales
             else:
-                scales_a = _load_exponents(a, expert, rows, block, is_row)
-                scales_b = _load_exponents(b, expert, columns, block, is_column)
-                total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
-        if how.block == 0 and how.block_rows == 0:
-            has_scale = expert < source.num_experts
-            scale_a = _load_scales(a, expert, 0, 0, has_scale)
-            total *= scale_a * _load_scales(b, expert, 0, 0, has_scale)
-        elif how.block == 0:
-            scales_a = _load_scales(a, expert, rows, 0, is_row)[:, None]
-            total *= scales_a * _load_scales(b, expert, columns, 0, is_column)[None, :]
-        offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
-        _store_tile(total, out, offsets, is_row[:, None] & is_column[None, :], adds)
+                total = _add_block_products(x, y, total, factors, tile, first + k, how)
+        total = _scale_sums(total, factors, tile, source, how)
+        if adds:
+            _add_halves(total, out, expert, rows, is_row)
+        else:
+            offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
+            values = total.to(out.data.dtype.element_ty)
+            tl.store(out.data + offsets, values, mask=is_row[:, None] & is_column[None, :])
 
 
 @torch.library.custom_op("nanotrain::fp8_grouped_mm", mutates_args=())
@@ -265,9 +322,6 @@ def write_grouped_mm(
         num_columns=columns,
         length=min(a.values.shape[1], b.values.shape[1]),
     )
-    row_tiles = triton.cdiv(rows, TILE)
-    num_tiles = experts * row_tiles if sums else row_tiles + experts
-    grid = (num_tiles, triton.cdiv(columns, TILE))
     factor_a = _factor(a, experts=experts, rows_per_expert=0, has_expert_scales=has_expert_scales)
     factor_b = _factor(
         b,
@@ -278,10 +332,37 @@ def write_grouped_mm(
     source = Source(a.values, rows, 0, 0, 0, offs, experts)
     block_rows = b.block[0] or 0
     how = How(num_lanes(experts), unit=line_unit(block), block_rows=block_rows, block=block)
+    factors = (factor_a, factor_b)
+    launch_products(factors, target, source=source, how=how, adds=adds, is_fast=is_fast)
+
+
+def launch_products(
+    factors: tuple[Factor, Factor],
+    out: Out,
+    *,
+    source: Source,
+    how: How,
+    adds: bool,
+    is_fast: bool = False,
+) -> None:
+    """Run the programs of the products of all experts.
+
+    Args:
+        factors: both matrices.
+        out: the result; its number of dims selects the product.
+        source: the rows of the product, and the ends of the experts' tokens.
+        how: constants of the kernel.
+        adds: whether to add to the values of `out`.
+        is_fast: whether all of a sum may stay in the tensor cores.
+    """
+    experts = source.num_experts
+    sums = out.data.dim() == 3
+    row_tiles = triton.cdiv(out.num_rows, TILE)
+    num_tiles = experts * row_tiles if sums else row_tiles + experts
+    grid = (num_tiles, triton.cdiv(out.num_columns, TILE))
     _multiply[grid](
-        factor_a,
-        factor_b,
-        target,
+        *factors,
+        out,
         source,
         how.constants(),
         sums=sums,

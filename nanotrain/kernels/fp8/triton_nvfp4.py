@@ -50,7 +50,7 @@ if triton is not None:
         return tl.load(x + offsets, mask=mask, other=0)
 
     @triton.jit
-    def _transform(tile: tl.tensor, matrix: tl.tensor) -> tl.tensor:
+    def transform(tile: tl.tensor, matrix: tl.tensor) -> tl.tensor:
         """The Hadamard transform of 16 consecutive values of each row, in the dtype of the tile.
 
         In fp32: tensor cores of Blackwell have no product of 16 columns that Triton can reduce.
@@ -64,7 +64,7 @@ if triton is not None:
         return tl.reshape(product, tile.shape).to(tile.dtype)
 
     @triton.jit
-    def _magnitude(tile: tl.tensor) -> tl.tensor:
+    def magnitude(tile: tl.tensor) -> tl.tensor:
         """Absolute values in fp32, infinite for NaN."""
         wide = tile.to(tl.float32)
         return tl.where(wide == wide, tl.abs(wide), float("inf"))
@@ -78,10 +78,10 @@ if triton is not None:
         rows = tl.program_id(0) * 64 + lane
         columns = tl.program_id(1) * 64 + lane
         tile = _read(x, rows, columns, shape, strides)
-        amax = tl.max(_magnitude(tile))
+        amax = tl.max(magnitude(tile))
         tl.atomic_max(out, amax)
-        transformed = _transform(tl.trans(tile), matrix)
-        amax = tl.max(_magnitude(transformed))
+        transformed = transform(tl.trans(tile), matrix)
+        amax = tl.max(magnitude(transformed))
         tl.atomic_max(out + 1, amax)
 
     @triton.jit
@@ -130,27 +130,56 @@ if triton is not None:
 
     @triton.jit
     def _block_amax(tile: tl.tensor, is_tile: tl.constexpr) -> tl.tensor:
-        """[128, 4], the amax of the block of each 16 elements."""
-        magnitude = _magnitude(tile)
+        """[R, K / 16], the amax of the block of each 16 elements of a tile [R, K]."""
+        rows: tl.constexpr = tile.shape[0]
+        blocks: tl.constexpr = tile.shape[1] // 16
+        values = magnitude(tile)
         if is_tile:
-            parts = tl.reshape(magnitude, (8, 16, 4, 16))
+            parts = tl.reshape(values, (rows // 16, 16, blocks, 16))
             amax = tl.max(parts, 3)
             amax = tl.max(amax, 1)
-            spread = tl.broadcast_to(amax[:, None, :], (8, 16, 4))
-            return tl.reshape(spread, (128, 4))
-        parts = tl.reshape(magnitude, (128, 4, 16))
+            spread = tl.broadcast_to(amax[:, None, :], (rows // 16, 16, blocks))
+            return tl.reshape(spread, (rows, blocks))
+        parts = tl.reshape(values, (rows, blocks, 16))
         return tl.max(parts, 2)
 
     @triton.jit
-    def _uniform(
+    def uniform_numbers(
         words: tl.tensor, tokens: tl.tensor, channels: tl.tensor, end: tl.tensor
     ) -> tl.tensor:
         """Uniform numbers of a tile, of tokens and channels that broadcast to it."""
         word = tl.load(words + tokens, mask=tokens < end, other=0)
         mixed = _mix_in(word.to(tl.uint32), channels.to(tl.uint32))
         top = mixed >> 8
-        uniform = top.to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-        return tl.reshape(uniform, (128, 4, 16))
+        return top.to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+
+    @triton.jit
+    def quantize_tile(
+        tile: tl.tensor, uniform: tl.tensor, amax: tl.tensor, is_tile: tl.constexpr
+    ) -> tl.tuple:
+        """The packed codes [R, K / 2] and the scales [R, K / 16] of a tile [R, K].
+
+        `amax` is that of the tensor; `uniform` numbers round at random.
+        """
+        rows: tl.constexpr = tile.shape[0]
+        blocks: tl.constexpr = tile.shape[1] // 16
+        encode = _encode_scale(amax)
+        per_unit = encode * 0.1666666716337204  # 1 / 6 in fp32
+        scale = _block_amax(tile, is_tile) * per_unit
+        scale = tl.minimum(scale, 448.0).to(tl.float8e4nv)
+        decode = tl.div_rn(1.0, encode)
+        decoded = scale.to(tl.float32) * decode
+        factor = tl.div_rn(1.0, decoded)
+        factor = tl.minimum(factor, 3.4028234663852886e38)
+        values = tl.reshape(tile.to(tl.float32), (rows, blocks, 16))
+        scaled = values * factor[:, :, None]
+        if uniform is not None:
+            uniform = tl.reshape(uniform, (rows, blocks, 16))
+        code = _round(scaled, uniform)
+        pairs = tl.reshape(code, (rows, blocks * 8, 2))
+        low, high = tl.split(pairs)
+        packed = low | (high << 4)
+        return packed.to(tl.uint8), scale
 
     @triton.jit
     def _nvfp4_cast(
@@ -172,35 +201,22 @@ if triton is not None:
         columns = column_program * 64 + tl.arange(0, 64)
         tile = _read(x, rows, columns, shape, strides)
         if matrix is not None:
-            tile = _transform(tile, matrix)
-        encode = _encode_scale(tl.load(amax))
-        per_unit = encode * 0.1666666716337204  # 1 / 6 in fp32
-        scale = _block_amax(tile, is_tile) * per_unit
-        scale = tl.minimum(scale, 448.0).to(tl.float8e4nv)
-        decode = tl.div_rn(1.0, encode)
-        decoded = scale.to(tl.float32) * decode
-        factor = tl.div_rn(1.0, decoded)
-        factor = tl.minimum(factor, 3.4028234663852886e38)
-        blocks = tl.reshape(tile.to(tl.float32), (128, 4, 16))
-        scaled = blocks * factor[:, :, None]
+            tile = transform(tile, matrix)
         uniform = None
         if words is not None:
             row = rows[:, None]
             column = columns[None, :]
             if matrix is not None:  # a row is a channel, and its elements are tokens
-                uniform = _uniform(words, column, first_channel + row, shape[1])
+                uniform = uniform_numbers(words, column, first_channel + row, shape[1])
             else:
-                uniform = _uniform(words, row, first_channel + column, shape[0])
-        code = _round(scaled, uniform)
-        pairs = tl.reshape(code, (128, 32, 2))
-        low, high = tl.split(pairs)
-        packed = low | (high << 4)
+                uniform = uniform_numbers(words, row, first_channel + column, shape[0])
+        packed, scale = quantize_tile(tile, uniform, tl.load(amax), is_tile)
         byte = column_program * 32 + tl.arange(0, 32)
         is_row = rows[:, None] < shape[2]
         is_byte = byte[None, :] < shape[3]
         first_byte = rows[:, None].to(tl.int64) * shape[3]
         offsets = first_byte + byte[None, :]
-        tl.store(codes + offsets, packed.to(tl.uint8), mask=is_row & is_byte)
+        tl.store(codes + offsets, packed, mask=is_row & is_byte)
         row = tl.arange(0, 128)[:, None]
         block = tl.arange(0, 4)[None, :]
         cublas_tile = program.to(tl.int64) * tl.num_programs(1)

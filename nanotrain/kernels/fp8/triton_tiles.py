@@ -60,6 +60,7 @@ class How(NamedTuple):
     has_rows: bool = False  # whether the plain form is written
     has_columns: bool = False  # whether the transposed form is written
     joins: bool = False  # whether a program writes both
+    packs: bool = False  # whether a byte has two values, as in NVFP4
 
     def constants(self) -> Self:
         """The constants as arguments of a kernel."""

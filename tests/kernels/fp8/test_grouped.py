@@ -10,7 +10,7 @@ from benchmarks.fp8_bytes import Total
 from benchmarks.operator_count import OperatorCount
 from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM, select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
-from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
+from nanotrain.kernels.grouped import GroupedMM, GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import GradView
 from nanotrain.precision.fp8 import FP8_RECIPES
 from tests.kernels.fp8.test_products import draw, options
@@ -78,7 +78,7 @@ def test_the_device_chooses() -> None:
         assert chosen == [Fp8LoopedMM, Fp8GroupedMM]
 
 
-def operators(gemm: Fp8LoopedMM | Fp8GroupedMM, *, device: str) -> int:
+def count_operators(gemm: GroupedMM, *, device: str) -> int:
     """The number of operators of a grouped layer, forward and backward."""
     offs = torch.arange(2, 66, 2, dtype=torch.int32, device=device)
     x = torch.ones(64, I, device=device, requires_grad=True)
@@ -93,10 +93,10 @@ def test_operators_are_few_and_the_host_waits_for_none(recipe: str) -> None:
     """The meta device has no values to wait for."""
     found = options(recipe, is_fused=True)
     layer = Fp8Layer(found, ExpertRange(0, 32, 32)).to("meta")
-    assert operators(Fp8GroupedMM(layer), device="meta") < 100
+    assert count_operators(Fp8GroupedMM(layer), device="meta") < 100
     if recipe == "blockwise":
         looped = Fp8LoopedMM(Fp8Layer(options(recipe), ExpertRange(0, 32, 32)))
-        assert operators(looped, device="cpu") > 4000
+        assert count_operators(looped, device="cpu") > 4000
 
 
 def test_weight_gradients_without_fp8_are_written_where_they_are_accumulated() -> None:

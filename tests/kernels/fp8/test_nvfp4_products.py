@@ -1,5 +1,6 @@
 """NVFP4 products against fp64, and the rules of the recipe: who is rounded at random, and where."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import GradView, Linear, Linears, attach
 from nanotrain.precision.fp8 import FORMATS, FP8_FORMATS, RECIPES
+from tests.kernels.fp8.test_grouped import count_operators
 
 OPTIONS = Fp8Options(RECIPES["nvfp4"], FORMATS["e2m1"])
 T, I, O = 40, 64, 48  # noqa: E741
@@ -167,3 +169,14 @@ def test_the_recipe_chooses_the_products() -> None:
     assert select_linears(None) is Linears
     assert select_linears(OPTIONS) is Nvfp4Linears
     assert select_linears(Fp8Options(RECIPES["mxfp8"], FP8_FORMATS["e4m3"])) is Fp8Linears
+
+
+def test_experts_are_few_operators_where_kernels_run_and_the_host_waits_for_none() -> None:
+    """The meta device has no values to wait for."""
+    pytest.importorskip("triton")
+    options = replace(OPTIONS, is_fused=True)
+    gemm = select_fp8_gemm(Fp8Layer(options, ExpertRange(0, 32, 32)).to("meta"))
+    assert type(gemm).__name__ == "Nvfp4GroupedMM"
+    assert count_operators(gemm, device="meta") < 210  # most are hashes of one word per token
+    looped = select_fp8_gemm(Fp8Layer(OPTIONS, ExpertRange(0, 32, 32)))
+    assert count_operators(looped, device="cpu") > 4000
