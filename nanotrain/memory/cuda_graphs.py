@@ -13,7 +13,9 @@ forward saves has to stay where the backward graph reads it:
 
 Graphs read and write fixed addresses. Parameters and the resident gradients of `no_shard` and
 `optim` lie in flat buffers, so a backward graph adds weight gradients to them; the first microbatch
-of a step sets them to zero before. Other gradients are copied from memory that all parts share.
+of a step sets them to zero before. Amax histories of fp8 layers stay at their addresses too. Random
+words of stochastic rounding are an input, copied as hidden states are. Other gradients are copied
+from memory that all parts share.
 Gradient hooks, waits for parameters and pipeline messages stay outside of graphs.
 
 Temporaries of all graphs share one pool, as graphs run one after another. What a forward saves
@@ -37,6 +39,7 @@ from nanotrain.memory.graph_parts import ATTEND, FEED_FORWARD, WHOLE, Part, part
 from nanotrain.memory.static_inputs import (
     ContextBuffers,
     NotCapturable,
+    StageWords,
     describe,
     differentiable,
     map_tensors,
@@ -51,13 +54,15 @@ class StageGraphs:
 
     Args:
         num_eager: passes of a part before it is captured.
+        words: random words of stochastic rounding that layers read.
 
     Attributes:
         outputs: static outputs by address, which the next part reads without a copy.
     """
 
-    def __init__(self, num_eager: int) -> None:
+    def __init__(self, num_eager: int, words: StageWords) -> None:
         self.num_eager = num_eager
+        self.words = words
         self.pool = GraphPool()
         self.outputs: dict[int, Tensor] = {}
         self._buffers: dict[Any, Tensor] = {}
@@ -113,7 +118,7 @@ class GraphedPart:
             return self.function(hidden, context)
         if self._num_passes < self.graphs.num_eager:
             return self._run_eagerly(hidden, context)
-        slot = self._free_slot(hidden, self._read_context(context))
+        slot = self._free_slot(hidden, self._read_inputs(context))
         if slot is None:
             return self.function(hidden, context)
         outputs = _Replay.apply(slot, hidden, *slot.params)
@@ -149,19 +154,19 @@ class GraphedPart:
             params |= dict.fromkeys(module.parameters())
         return list(params)
 
-    def _read_context(self, context: Any) -> Any:
-        """The context with the fields that the part reads."""
+    def _read_inputs(self, context: Any) -> "_Inputs":
+        """The fields of the context that the part reads, and random words."""
         values = {name: getattr(context, name) for name in self.part.reads}
         dropout = values.get("dropout")
         if dropout is not None:
             # words of a layer are computed in the graph
             values["dropout"] = replace(dropout, layer_words=None)
-        return type(context)(**values)
+        return _Inputs(type(context)(**values), self.graphs.words.tokens)
 
-    def _free_slot(self, hidden: Tensor, context: Any) -> "Slot | None":
+    def _free_slot(self, hidden: Tensor, inputs: "_Inputs") -> "Slot | None":
         """A slot that holds the inputs; None where the part has to run eagerly."""
         try:
-            described = describe(context)
+            described = describe(inputs)
         except NotCapturable as reason:
             self._warn(str(reason))
             return None
@@ -175,11 +180,11 @@ class GraphedPart:
         for slot in self._slots:
             if slot.is_in_flight:
                 continue
-            if slot.load(hidden, context):
+            if slot.load(hidden, inputs):
                 return slot
             self._warn("the part before it ran eagerly")
             return None
-        slot = Slot(self, hidden, context=context, index=len(self._slots))
+        slot = Slot(self, hidden, inputs=inputs, index=len(self._slots))
         self._slots.append(slot)
         return slot
 
@@ -198,6 +203,14 @@ class GraphedPart:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """What a part reads besides hidden states."""
+
+    context: Any
+    tokens: Tensor | None  # random words of stochastic rounding
+
+
+@dataclass(frozen=True)
 class _Place:
     """The place of a part among the parts of a stage."""
 
@@ -211,39 +224,43 @@ class Slot:
     Args:
         part: the part.
         hidden: hidden states to capture with.
-        context: context to capture with.
+        inputs: other inputs to capture with.
         index: index of the slot.
     """
 
-    def __init__(self, part: GraphedPart, hidden: Tensor, *, context: Any, index: int) -> None:
+    def __init__(self, part: GraphedPart, hidden: Tensor, *, inputs: _Inputs, index: int) -> None:
         self.part = part
         self.graphs = part.graphs
         self.params = part.params
         self.is_in_flight = False
         self._context = self.graphs.context_buffers(index)
-        static = self.graphs.outputs.get(hidden.data_ptr())
-        self._is_linked = static is not None and static.shape == hidden.shape
-        source = hidden if static is None or not self._is_linked else static
+        linked = self.graphs.outputs.get(hidden.data_ptr())
+        self._is_linked = linked is not None and linked.shape == hidden.shape
+        source = hidden if linked is None or not self._is_linked else linked
         self.hidden = source.detach()
         if not self._is_linked:
             self.hidden = hidden.detach().clone()
         self.hidden.requires_grad_(hidden.requires_grad)
-        static_context = map_tensors(context, self._context.load)
-        with self.graphs.pool.capture() as self._forward_graph:
-            self._result = part.function(self.hidden, static_context)
+        static: _Inputs = map_tensors(inputs, self._context.load)
+        with (
+            self.graphs.words.reading(static.tokens),
+            self.graphs.pool.capture() as self._forward_graph,
+        ):
+            self._result = part.function(self.hidden, static.context)
         self.outputs = tensors_in(self._result)
         if part.part.is_link:
             self.graphs.outputs[self.outputs[0].data_ptr()] = self.outputs[0]
-        self._capture_backward()
+        with self.graphs.words.reading(static.tokens):
+            self._capture_backward()
 
-    def load(self, hidden: Tensor, context: Any) -> bool:
+    def load(self, hidden: Tensor, inputs: _Inputs) -> bool:
         """Copy the inputs of a microbatch; False if a linked input is at another address."""
         is_in_place = hidden.data_ptr() == self.hidden.data_ptr()
         if self._is_linked and not is_in_place:
             return False
         if not is_in_place:
             self.hidden.detach().copy_(hidden.detach())
-        map_tensors(context, self._context.load)
+        map_tensors(inputs, self._context.load)
         return True
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
@@ -446,7 +463,7 @@ def capture_parts(blocks: Sequence[nn.Module], scope: Sequence[str], *, num_eage
     parts = [(block, part) for block in blocks for part in parts_of(block, scope)]
     if not parts:
         return
-    graphs = StageGraphs(num_eager)
+    graphs = StageGraphs(num_eager, StageWords(blocks))
     first_block = blocks[0]
     last_block = blocks[-1]
     for block, part in parts:

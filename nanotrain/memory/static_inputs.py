@@ -1,17 +1,22 @@
 """Static copies of the inputs of CUDA graphs besides hidden states.
 
 ContextBuffers   copies of the tensors of a context, for one microbatch
+StageWords       the random words that layers of a stage read besides their arguments
 map_tensors      a structure with its tensors replaced
 tensors_in       the tensors of a structure; `differentiable` are those with a backward
 describe         what has to stay as it was captured
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.fp8.rounding import RoundingWords
 
 # how a structure of tensors is walked: the path and the tensor -> what replaces it
 TensorMap = Callable[[str, Tensor], Any]
@@ -57,6 +62,40 @@ def _is_same(copied: _Copied, tensor: Tensor) -> bool:
     is_same_memory = copied.source.data_ptr() == tensor.data_ptr()
     is_same_layout = copied.source.stride() == tensor.stride()
     return is_same_memory and is_same_layout and copied.version == tensor._version
+
+
+class StageWords:
+    """The random words of stochastic rounding of a stage; layers of a stage share one object.
+
+    Args:
+        blocks: blocks of the stage, with or without layers that round so.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._words: RoundingWords | None = None
+        for block in blocks:
+            for module in block.modules():
+                if isinstance(module, Fp8Layer) and module.options.recipe.is_two_level:
+                    self._words = module.options.rounding
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The words of the tokens of the microbatch that the stage computes."""
+        return None if self._words is None else self._words.tokens
+
+    @contextmanager
+    def reading(self, tokens: Tensor | None) -> Iterator[None]:
+        """Let layers read static words inside of the block."""
+        words = self._words
+        if words is None:
+            yield
+            return
+        current = words.tokens
+        words.tokens = tokens
+        try:
+            yield
+        finally:
+            words.tokens = current
 
 
 class NotCapturable(Exception):

@@ -137,6 +137,8 @@ class Plan:
             return False
         if fp8.param_gather or self.data_parallel.strategy.shard_params:
             return False
+        if self.config.train.cuda_graph_impl != "none":  # a graph has the casts that it captured
+            return False
         return num_microbatches > 1
 
     def _gathered_numel(self, layout: BufferLayout) -> int:

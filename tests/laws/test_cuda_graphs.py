@@ -40,6 +40,8 @@ SP = {"sequence_parallel": True}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 POINTWISE = {"recompute_granularity": "selective", "recompute_modules": ["pointwise"]}
+FP8 = {"params_dtype": "bf16", "fp8_format": "hybrid"}
+NVFP4 = {"params_dtype": "bf16", "fp8_format": "e2m1", "fp8_recipe": "nvfp4"}
 BALANCED = MODELS["biased"] | {
     "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [1e-2, 1e-2],
@@ -120,6 +122,24 @@ ROWS = {
         microbatches=4,
     ),
     "tensors without tokens": Row(MODELS["capacity"], 2, {"tp": 2}),
+    "fp8, delayed scaling": Row(
+        MODELS["llama"],
+        sections={"precision": FP8 | {"fp8_recipe": "delayed", "fp8_amax_history_len": 2}},
+        steps=4,
+    ),
+    "fp8 per block, experts between": Row(
+        BALANCED, sections={"precision": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}}
+    ),
+    "NVFP4, amaxes of two ranks": Row(
+        MODELS["llama"], 2, {"tp": 2}, {"parallel": SP, "precision": NVFP4}
+    ),
+    "fp8, delayed scaling of two ranks": Row(
+        MODELS["llama"],
+        2,
+        {"strategy": "optim", "tp": 2},
+        {"parallel": SP, "precision": FP8 | {"fp8_recipe": "delayed"}},
+        microbatches=4,
+    ),
 }
 
 

@@ -120,11 +120,12 @@ def check_graph_programs(c: Settings) -> Errors:
             why="modules inside of a graph are not seen",
             fix="leave --debug-nan out, or --cuda-graph-impl for the search",
         )
-    if c.has_fp8:
+    if c.has_fp8 and c.fp8.param_gather:
         yield excluded(
-            f"fp8_format {c.fp8.format}",
-            why="scales, and fp8 copies of weights that a step keeps, are chosen on the host",
-            fix="leave --fp8-format out",
+            "fp8_param_gather",
+            why="weights in fp8 and their scales get other memory in every step, and a graph reads "
+            "one address",
+            fix="leave --fp8-param-gather out",
         )
     if c.model.residual_type != "plain":
         yield excluded(

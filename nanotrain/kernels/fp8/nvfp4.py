@@ -39,6 +39,7 @@ from nanotrain.precision.fp8 import BLOCK_1X16, PER_TENSOR, Block
 
 UNIT = 16  # elements of a row that share a scale, and size of the Hadamard matrix
 E2M1_MAX = 6.0
+E2M1_INVERSE = 0.1666666716337204  # 1 / 6 in fp32
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 # One random draw, used for all layers and steps: both operands of a product need the same signs.
@@ -161,7 +162,7 @@ def block_scales(amax: Tensor, encode: Tensor) -> Tensor:
     >>> block_scales(torch.tensor([6.0, 3.0, 0.0]), torch.tensor(448.0)).float().tolist()
     [448.0, 224.0, 0.0]
     """
-    per_unit = encode * torch.tensor(E2M1_MAX).reciprocal()  # as Transformer Engine's kernels
+    per_unit = encode * E2M1_INVERSE  # as Transformer Engine's kernels
     # some torch versions cast values out of range to NaN
     return (amax * per_unit).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 

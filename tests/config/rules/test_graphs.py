@@ -37,7 +37,8 @@ def test_planned_attention_leaves_the_other_parts(settings: dict, cure: str) -> 
     [
         {"tp_comm_overlap": True, "sequence_parallel": True, "tensor_model_parallel_size": 2},
         {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
-        {"fp8_format": "hybrid", "params_dtype": "bf16"},
+        {"fp8_format": "hybrid", "params_dtype": "bf16", "fp8_param_gather": True}
+        | {"data_parallel_sharding_strategy": "optim", "fp8_recipe": "tensorwise"},
         {"debug_nan": True},
         {"residual_type": "parallel"},
         {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2},
@@ -56,4 +57,6 @@ def test_recomputed_experts_are_outside_of_a_graph_of_attention() -> None:
 
 def test_layers_and_compiled_layers_are_captured() -> None:
     assert errors_of() == errors_of(torch_compile=True) == []
+    assert errors_of(fp8_format="hybrid", params_dtype="bf16", torch_compile=True) == []
+    assert errors_of(fp8_format="e2m1", fp8_recipe="nvfp4", params_dtype="bf16") == []
     assert errors_of(cuda_graph_scope=["full"], recompute_granularity="selective") == []
