@@ -74,7 +74,8 @@ class Part:
     sizes: tuple[int, ...] = ()  # tokens, outputs and inputs of a product
     flops: float = 0.0  # forward
     num_bytes: float = 0.0  # read and written by the forward of a memory-bound operator
-    # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
+    # overlap: none, wgrad (backward collectives with products), tiles (all, piece by piece) or
+    # forward tiles (piece by piece in the forward, otherwise as wgrad)
     hides: str = "none"
     pieces: int = 1  # pieces of tiles
     recomputed_by: tuple[str, ...] = ()  # recompute modules that run it again
@@ -88,9 +89,10 @@ class Part:
     def run_forward(self, streams: Streams) -> None:
         """Add the forward pass to the streams."""
         num_launches, _, _ = self.launches
-        self._wait(streams, self.before, overlapped_s=self._tiled(self.forward))
+        tiled = self._tiled(self.forward, also="forward tiles")
+        self._wait(streams, self.before, overlapped_s=tiled)
         streams.run(self.forward, launches=num_launches, is_product=self.is_product)
-        self._wait(streams, self.after, overlapped_s=self._tiled(self.forward))
+        self._wait(streams, self.after, overlapped_s=tiled)
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
         """Add the backward pass to the streams, or only dgrad or wgrad."""
@@ -109,8 +111,11 @@ class Part:
     def _wait(self, streams: Streams, seconds: float, *, overlapped_s: float) -> None:
         streams.wait(self.group, seconds, overlapped_s=overlapped_s, is_captured=self.is_captured)
 
-    def _tiled(self, seconds: float) -> float:
-        return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0
+    def _tiled(self, seconds: float, *, also: str = "tiles") -> float:
+        """The time of a product that runs beside its transfers."""
+        if self.hides not in ("tiles", also):
+            return 0.0
+        return seconds * (1 - 1 / self.pieces)
 
 
 Parts = list[Part]

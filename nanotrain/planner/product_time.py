@@ -8,6 +8,7 @@ from dataclasses import replace
 from nanotrain.planner.kernels import BYTES, grouped_matmul_s, matmul_s, memory_s
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.operators import ExpertProduct, Product
 
 # how often casts read an operand: once for both layouts; NVFP4 for amaxes and for each layout
@@ -76,11 +77,18 @@ def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:
     )
 
 
+def _is_narrow(clock: RankClock) -> bool:
+    """Whether linear layers multiply fewer bits than parameters have."""
+    return clock.scenario.matmul_dtype != clock.dtype
+
+
 def _is_in_pieces(clock: RankClock, part: Part) -> bool:
-    """Whether --tp-comm-overlap applies: not to the head, nor to products in 8 bits."""
-    is_wide = clock.scenario.matmul_dtype == clock.dtype
+    """Whether --tp-comm-overlap applies: not to the head, nor to products with scales per block."""
     is_wanted = clock.config.parallel.tp_comm_overlap and clock.sizes.sequence_parallel
-    return is_wanted and is_wide and part.name != "head"
+    if not is_wanted or part.name == "head":
+        return False
+    fp8 = clock.config.precision.fp8
+    return fp8 is None or RECIPES[fp8.recipe].block[1] is None
 
 
 def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
@@ -94,6 +102,8 @@ def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) ->
     if shard == "column":
         return replace(part, forward=forward + copy_s)
     sum_s = memory_s(clock.gpu, num_bytes + num_bytes / pieces)
+    if _is_narrow(clock):
+        return replace(part, forward=forward + sum_s)
     dgrad = pieces * matmul_s(clock.gpu, (piece_rows, inputs, outputs), dtype=dtype)
     return replace(part, forward=forward + sum_s, dgrad=dgrad + copy_s)
 
@@ -101,7 +111,10 @@ def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) ->
 def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
     """Add the tensor-parallel collectives of `num_bytes` to a product."""
     overlaps = _is_in_pieces(clock, part)
-    hides = clock.scenario.tp_overlap or ("tiles" if overlaps else clock.engine.overlap.tp)
+    hides = clock.engine.overlap.tp
+    if overlaps:
+        hides = "forward tiles" if _is_narrow(clock) else "tiles"
+    hides = clock.scenario.tp_overlap or hides
     part = replace(part, group="tp", hides=hides, pieces=clock.sizes.tp)
     if overlaps:
         part = _in_pieces(clock, part, shard=shard, num_bytes=num_bytes)
@@ -111,5 +124,10 @@ def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: fl
     gather_s = clock.collective("tp", "all_gather", num_bytes=num_bytes)
     scatter_s = clock.collective("tp", "reduce_scatter", num_bytes=num_bytes)
     if shard == "column":
-        return replace(part, before=gather_s, again=gather_s, last=scatter_s)
+        before = gather_s
+        if overlaps and _is_narrow(clock):  # the input is sent in fp8
+            before = clock.collective(
+                "tp", "all_gather", num_bytes=num_bytes / clock.sizes.itemsize
+            )
+        return replace(part, before=before, again=gather_s, last=scatter_s)
     return replace(part, after=scatter_s, first=gather_s)

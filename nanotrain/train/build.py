@@ -50,6 +50,7 @@ from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.plan.buffers import BufferPlan
 from nanotrain.plan.compile import describe_compile, with_compile
 from nanotrain.plan.plan import Plan, StagePlan
@@ -277,11 +278,21 @@ def _tensor_parallel(
         overlap = "symmetric" if is_symmetric else "pieces"
         if context.rank == 0:
             transport = "symmetric memory" if is_symmetric else "all-to-alls"
-            left_out = "" if fp8 is None else "; layers in fp8 gather their inputs as a whole"
-            log.info("--tp-comm-overlap: pieces are sent by %s%s", transport, left_out)
+            log.info(
+                "--tp-comm-overlap: pieces are sent by %s%s", transport, _left_out_of_pieces(fp8)
+            )
     return TensorParallel(
         group, parallel.sequence_parallel, wgrad_queue=wgrad_queue, fp8=fp8, overlap=overlap
     )
+
+
+def _left_out_of_pieces(fp8: Fp8Options | None) -> str:
+    """What layers in fp8 send as a whole, for the log."""
+    if fp8 is None:
+        return ""
+    if can_overlap(fp8.recipe):
+        return "; gradients of layers in fp8 are sent as a whole"
+    return "; layers in fp8 send inputs, outputs and gradients as a whole: scales are per block"
 
 
 def _dispatch_options(config: Config, context: ParallelContext) -> DispatchOptions:

@@ -1,5 +1,7 @@
 """The clock of parts: what computes, and what waits."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,16 @@ def test_a_transfer_is_exposed_by_what_operators_do_not_hide(
     plain.wait("dp", transfer)
     assert plain.exposed["dp"] == transfer, "nothing runs beside it"
     assert streams.collectives == plain.collectives == int(transfer > 0)
+
+
+def test_tiles_of_the_forward_hide_nothing_of_the_first_wait_of_the_backward() -> None:
+    part = Part("x", 4.0, 8.0, 2.0, group="tp", before=9.0, first=9.0, pieces=4)
+    part = replace(part, hides="forward tiles")
+    forward, backward = Streams(), Streams()
+    part.run_forward(forward)
+    part.run_backward(backward)
+    assert forward.exposed["tp"] == pytest.approx(9.0 - 3.0)
+    assert backward.exposed["tp"] == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 8])

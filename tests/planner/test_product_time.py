@@ -90,6 +90,26 @@ def test_collectives_are_where_the_product_is_sharded(
     assert found == expected and part.group == "tp" and part.pieces == 4
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("shard", ["column", "row"])
+def test_products_in_8_bits_overlap_in_the_forward_where_scales_are_not_of_blocks(
+    shard: str, recipe: str
+) -> None:
+    fp8 = {"fp8_format": "e4m3", "fp8_recipe": recipe}
+    parallel = {"sequence_parallel": True, "tp_comm_overlap": True}
+    whole, pieces = (
+        product_parts(RankClock(llama(8, tp=4, **fp8, **options)), product(shard=shard))[1]
+        for options in ({"sequence_parallel": True}, parallel)
+    )
+    if recipe == "mxfp8":
+        assert pieces == whole
+        return
+    assert pieces.hides == "forward tiles" and pieces.forward > whole.forward
+    assert (pieces.dgrad, pieces.first, pieces.last) == (whole.dgrad, whole.first, whole.last)
+    if shard == "column":
+        assert pieces.before < whole.before == whole.again, "inputs are sent in fp8"
+
+
 def test_products_in_8_bits_cast_both_operands_but_not_the_head() -> None:
     clock = RankClock(llama(8, fp8_format="hybrid"))
     assert clock.scenario.matmul_dtype == "fp8"

@@ -77,11 +77,11 @@ def test_a_zero_bubble_schedule_gives_every_stage_a_queue(ctx):
     assert all(stage.wgrad_queue is not None for stage in build_stages(run.plan, ctx).values())
 
 
-def overlaps_of(run: Run) -> set[str]:
+def overlaps_of(run: Run, name: str = "overlap") -> set[str]:
     """The implementations of products that overlap with transfers, of all linear layers."""
     (stage,) = run.stages.values()
     layers = [module for module in stage.modules() if isinstance(module, Linear)]
-    return {layer.compute.keywords["tensor_parallel"].overlap for layer in layers}
+    return {getattr(layer.compute.keywords["tensor_parallel"], name) for layer in layers}
 
 
 @ranks(2, tp=2)
@@ -94,5 +94,8 @@ def test_products_in_pieces_are_chosen_when_the_model_is_built(ctx: ParallelCont
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "has_symmetric_memory", lambda group, device: True)
         assert overlaps_of(build_here(ctx, in_pieces)) == {"symmetric"}
-    fp8 = in_pieces.but(precision={"fp8_format": "hybrid", "fp8_recipe": "tensorwise"})
-    assert overlaps_of(build_here(ctx, fp8)) == {""}
+    for recipe, name in (("tensorwise", "pieces"), ("rowwise", "pieces"), ("mxfp8", "")):
+        precision = {"fp8_format": "e4m3", "fp8_recipe": recipe}
+        run = build_here(ctx, in_pieces.but(precision=precision))
+        assert overlaps_of(run) == {""}
+        assert overlaps_of(run, "fp8_overlap") == {name}

@@ -215,9 +215,7 @@ class Fp8Linears(Linears):
         self, x: Tensor | ComputedInput, *, keeps: bool
     ) -> tuple[list[Tensor], Quantized | None]:
         """[T, I] -> one [T, O] per layer, and the transposed input in fp8 if it is kept."""
-        if not self._scales.has(Operand.INPUT):
-            self._scales.set(self._forward_amaxes(x))
-        forms = self._scales.cast(x, Operand.INPUT, columns=keeps)
+        forms = self.cast_input(x, keeps=keeps)
         outputs = []
         for i, linear in enumerate(self.linears):
             out = scaled_mm(forms.get(), self._weight(i), dtype=x.dtype, is_fast=True)
@@ -225,6 +223,16 @@ class Fp8Linears(Linears):
                 out = out + linear.used_bias
             outputs.append(out)
         return outputs, forms.columns
+
+    def cast_input(self, x: Tensor | ComputedInput, *, keeps: bool = False) -> Forms:
+        """[T, I] in fp8 for fprop, and transposed if that form is kept."""
+        if not self._scales.has(Operand.INPUT):
+            self._scales.set(self._forward_amaxes(x))
+        return self._scales.cast(x, Operand.INPUT, columns=keeps)
+
+    def cast_weights(self) -> list[Quantized]:
+        """One [O, I] per layer for fprop, once the input is cast."""
+        return [self._weight(layer) for layer in range(len(self.linears))]
 
     def _forward_amaxes(self, x: Tensor | ComputedInput) -> dict[Key, Tensor]:
         """Amaxes of the input [T, I], and of weights without scales; inputs first."""

@@ -56,10 +56,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import eager, eager_or_graph
-from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.nvfp4_products import select_linears
 from nanotrain.kernels.fp8.products import fp8_in_graph
 from nanotrain.kernels.linear import Linear, in_graph
+from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.parallel.tp.products import ParallelInGraph, ParallelLinears
 from nanotrain.parallel.tp.region import SEQUENCE, TensorParallel
 
@@ -161,16 +162,25 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
 def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
     if tensor_parallel.fp8 is not None:  # operands are cast before they are multiplied
-        tensor_parallel = replace(tensor_parallel, overlap="")
+        overlap = ""
+        if can_overlap(tensor_parallel.fp8.recipe):
+            overlap = tensor_parallel.overlap
+        tensor_parallel = replace(tensor_parallel, overlap="", fp8_overlap=overlap)
     compute: Callable[..., tuple[Tensor, ...]] = _compute_overlapped
     if tensor_parallel.is_plain:
         compute = eager_or_graph(_compute_on_one_rank, _compute_in_graph)
     elif tensor_parallel.wgrad_queue is None:
         if tensor_parallel.fp8 is None:
             compute = eager_or_graph(_compute_overlapped, _compute_over_ranks_in_graph)
-        elif tensor_parallel.fp8.fits_in_graph and not tensor_parallel.gathers_input:
+        elif _fits_in_graph(tensor_parallel, tensor_parallel.fp8):
             compute = eager_or_graph(_compute_overlapped, _compute_fp8_in_graph)
     return partial(compute, tensor_parallel=tensor_parallel)
+
+
+def _fits_in_graph(tensor_parallel: TensorParallel, fp8: Fp8Options) -> bool:
+    """Whether compiled graphs have the fp8 products of layers."""
+    has_transfers = tensor_parallel.gathers_input or tensor_parallel.fp8_overlap != ""
+    return fp8.fits_in_graph and not has_transfers
 
 
 def _compute_on_one_rank(

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
+from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.linear import Linears, LinearsInGraph, declare_effect
 from nanotrain.parallel.tp.overlap import gather_products, scatter_product
+from nanotrain.parallel.tp.overlap_fp8 import gather_scaled, scatter_scaled
 from nanotrain.parallel.tp.region import TensorParallel
 
 
@@ -34,6 +36,9 @@ class ParallelLinears(torch.autograd.Function):
         ctx.save_for_backward(x, *params)
         if tensor_parallel.overlap:
             outputs = _overlapped_fprop(x, products.weights, tensor_parallel=tensor_parallel)
+            return _with_biases(outputs, products.biases)
+        if tensor_parallel.fp8_overlap:
+            outputs = _overlapped_fp8_fprop(x, products, tensor_parallel=tensor_parallel)
             return _with_biases(outputs, products.biases)
         if tensor_parallel.is_row:
             (partial_sum,) = products.fprop(x)
@@ -71,6 +76,25 @@ def _overlapped_fprop(
     if tensor_parallel.is_row:
         return (scatter_product(name, x, matrix=matrices[0], group=group),)
     return gather_products(name, x, matrices=matrices, group=group).outputs
+
+
+def _overlapped_fp8_fprop(
+    x: Tensor, products: Linears, *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
+    """`_overlapped_fprop` in fp8."""
+    assert isinstance(products, Fp8Linears), "only their casts have scales of whole tensors or rows"
+    quantized = products.cast_input(x.flatten(0, -2)).get()
+    weights = products.cast_weights()
+    name = tensor_parallel.fp8_overlap
+    batch = len(x)
+    group = tensor_parallel.group
+    if tensor_parallel.is_row:
+        (weight,) = weights
+        out = scatter_scaled(
+            name, quantized, batch=batch, weight=weight, group=group, dtype=x.dtype
+        )
+        return (out,)
+    return gather_scaled(name, quantized, batch=batch, weights=weights, group=group, dtype=x.dtype)
 
 
 def _with_biases(outputs: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -38,6 +38,8 @@ class TensorParallel:
     # implementation of products that overlap with the transfers of sequence parallelism, a key of
     # overlap.py's OVERLAPS; empty: forward transfers are waited for
     overlap: str = ""
+    # the same of products in fp8, whose forward alone overlaps
+    fp8_overlap: str = ""
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":
@@ -48,7 +50,7 @@ class TensorParallel:
     def unsharded(self) -> "TensorParallel":
         """The variant for a replicated weight: no collectives, the same wgrad queue."""
         group = Group.single_rank("tp")
-        return replace(self, group=group, sequence_parallel=False, overlap="")
+        return replace(self, group=group, sequence_parallel=False, overlap="", fp8_overlap="")
 
     @property
     def is_plain(self) -> bool:
