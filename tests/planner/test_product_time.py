@@ -90,7 +90,7 @@ def test_collectives_are_where_the_product_is_sharded(
     assert found == expected and part.group == "tp" and part.pieces == 4
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("shard", ["column", "row"])
 def test_products_in_8_bits_overlap_in_the_forward_where_scales_are_not_of_blocks(
     shard: str, recipe: str
@@ -101,7 +101,7 @@ def test_products_in_8_bits_overlap_in_the_forward_where_scales_are_not_of_block
         product_parts(RankClock(llama(8, tp=4, **fp8, **options)), product(shard=shard))[1]
         for options in ({"sequence_parallel": True}, parallel)
     )
-    if recipe == "mxfp8":
+    if recipe == "blockwise":
         assert pieces == whole
         return
     assert pieces.hides == "forward tiles" and pieces.forward > whole.forward

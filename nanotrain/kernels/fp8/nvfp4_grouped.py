@@ -51,7 +51,9 @@ class Nvfp4GroupedMM(GroupedMM):
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
         matrices = weight.detach()
-        weight_amax = amaxes(matrices.flatten(0, 1), matrix_ends(matrices))
+        rows = matrices.flatten(0, 1)
+        ends = matrix_ends(matrices)
+        weight_amax = amaxes(rows, ends)
         token_amaxes = triton_nvfp4_experts.expert_amaxes(x, offs)
         local = torch.cat([token_amaxes, weight_amax[None]])
         x_amax, self._x_t_amax, self._weight_amax = self._shared(local)
@@ -63,14 +65,16 @@ class Nvfp4GroupedMM(GroupedMM):
         amax, _ = self._measure(grad, offs)
         words = self._words(grad, RoundedFor.DGRAD)
         tokens = triton_nvfp4_experts.cast_tokens(grad, amax, offs=offs, words=words)
-        return self._multiply(tokens, weight.detach().mT, offs=offs, dtype=grad.dtype)
+        matrices = weight.detach()
+        return self._multiply(tokens, matrices.mT, offs=offs, dtype=grad.dtype)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
         if not self._options.wgrad:
             return super().wgrad(grad, x, offs=offs)
         grad_t, x_t = self._wgrad_operands(grad, x, offs=offs)
-        return triton_nvfp4_experts.grouped_mm(grad_t, x_t, offs=offs, sums=True, dtype=grad.dtype)
+        dtype = grad.dtype
+        return triton_nvfp4_experts.grouped_mm(grad_t, x_t, offs=offs, sums=True, dtype=dtype)
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
         """See `GroupedMM`; the product is written or added in fp32."""
@@ -92,12 +96,14 @@ class Nvfp4GroupedMM(GroupedMM):
         _, grad_amax = self._measure(grad, offs)
         words = self._words(grad, RoundedFor.WGRAD)
         grad_t = triton_nvfp4_experts.cast_channels(grad, grad_amax, offs=offs, words=words)
-        return grad_t, triton_nvfp4_experts.cast_channels(x, self._x_t_amax, offs=offs)
+        x_t = triton_nvfp4_experts.cast_channels(x, self._x_t_amax, offs=offs)
+        return grad_t, x_t
 
     def _measure(self, grad: Tensor, offs: Tensor) -> Tensor:
         """[2, E], amaxes of the gradients and their transformed forms, once per microbatch."""
         if self._grad_amax is None:
-            self._grad_amax = self._shared(triton_nvfp4_experts.expert_amaxes(grad, offs))
+            local = triton_nvfp4_experts.expert_amaxes(grad, offs)
+            self._grad_amax = self._shared(local)
         return self._grad_amax
 
     def _shared(self, local: Tensor) -> Tensor:

@@ -172,13 +172,33 @@ if triton is not None:
         halves = tl.reshape(total, (size, 2, half))
         left, right = tl.split(tl.permute(halves, (0, 2, 1)))
         first_column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, half)
+        row_places = rows[:, None]
+        has_row = is_row[:, None]
         for part in tl.static_range(2):
             columns = first_column + part * half
-            offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
-            mask = is_row[:, None] & (columns < out.num_columns)[None, :]
+            offsets = _offsets(out, expert, row_places, 0, columns[None, :])
+            is_column = columns < out.num_columns
+            mask = has_row & is_column[None, :]
+            target = out.data + offsets
+            earlier = tl.load(target, mask=mask, other=0)
             sums = left if part == 0 else right
-            sums += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
-            tl.store(out.data + offsets, sums.to(out.data.dtype.element_ty), mask=mask)
+            sums += earlier.to(tl.float32)
+            values = sums.to(out.data.dtype.element_ty)
+            tl.store(target, values, mask=mask)
+
+    @triton.jit
+    def _store_sums(total: tl.tensor, out: tl.tuple, tile: tl.tuple, adds: tl.constexpr) -> None:
+        """Write the sums of a tile, or add them to the values there."""
+        expert, rows, columns, is_row, is_column = tile
+        if adds:
+            _add_halves(total, out, expert, rows, is_row)
+        else:
+            row_places = rows[:, None]
+            offsets = _offsets(out, expert, row_places, 0, columns[None, :])
+            values = total.to(out.data.dtype.element_ty)
+            has_row = is_row[:, None]
+            mask = has_row & is_column[None, :]
+            tl.store(out.data + offsets, values, mask=mask)
 
     @triton.jit
     def _multiply(
@@ -200,18 +220,20 @@ if triton is not None:
         is a sum of its own there, added in fp32. The option `max_num_imprecise_acc` of `tl.dot`
         would do so before the tensor cores have finished, as Triton 3.6 and 3.7 compile it.
         """
+        program = tl.program_id(0)
         size: tl.constexpr = how.tile
         inner = tl.arange(0, size)
         columns = tl.program_id(1).to(tl.int64) * size + inner
         if sums:
             num_tiles = tl.cdiv(out.num_rows, size)
-            expert = tl.program_id(0) // num_tiles
-            rows = (tl.program_id(0) % num_tiles).to(tl.int64) * size + inner
+            expert = program // num_tiles
+            row_tile = program % num_tiles
+            rows = row_tile.to(tl.int64) * size + inner
             end = out.num_rows
             start, stop, first = span(source, expert, how)
             length = tl.cdiv(stop - start, how.unit) * how.unit
         else:
-            expert, start, end, _ = locate(source, tl.program_id(0), how)
+            expert, start, end, _ = locate(source, program, how)
             rows = start + inner
             first = tl.full([], 0, tl.int64)
             length = tl.where(expert < source.num_experts, out.length, 0)
@@ -221,17 +243,25 @@ if triton is not None:
         is_row = rows < end
         is_column = columns < out.num_columns
         expert = expert.to(tl.int64)
-        offsets_a = _offsets(a, expert, rows[:, None], first, inner[None, :])
-        offsets_b = _offsets(b, expert, columns[None, :], first, inner[:, None])
+        row_places = rows[:, None]
+        column_places = columns[None, :]
+        inner_columns = inner[None, :]
+        inner_rows = inner[:, None]
+        has_row = is_row[:, None]
+        has_column = is_column[None, :]
+        offsets_a = _offsets(a, expert, row_places, first, inner_columns)
+        offsets_b = _offsets(b, expert, column_places, first, inner_rows)
+        data_a = a.data + offsets_a
+        data_b = b.data + offsets_b
         factors = (a, b)
         tile = (expert, rows, columns, is_row, is_column)
         total = tl.zeros([size, size], tl.float32)
         for k in range(0, length, size):
             is_inner = inner < length - k
-            mask_a = is_row[:, None] & is_inner[None, :]
-            mask_b = is_column[None, :] & is_inner[:, None]
-            x = tl.load(a.data + offsets_a + k, mask=mask_a, other=0.0)
-            y = tl.load(b.data + offsets_b + k, mask=mask_b, other=0.0)
+            mask_a = has_row & is_inner[None, :]
+            mask_b = has_column & is_inner[:, None]
+            x = tl.load(data_a + k, mask=mask_a, other=0.0)
+            y = tl.load(data_b + k, mask=mask_b, other=0.0)
             if how.block == 0 and is_fast:
                 total = tl.dot(x, y, acc=total)
             elif how.block == 0:
@@ -239,12 +269,7 @@ if triton is not None:
             else:
                 total = _add_block_products(x, y, total, factors, tile, first + k, how)
         total = _scale_sums(total, factors, tile, source, how)
-        if adds:
-            _add_halves(total, out, expert, rows, is_row)
-        else:
-            offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
-            values = total.to(out.data.dtype.element_ty)
-            tl.store(out.data + offsets, values, mask=is_row[:, None] & is_column[None, :])
+        _store_sums(total, out, tile, adds)
 
 
 @torch.library.custom_op("nanotrain::fp8_grouped_mm", mutates_args=())

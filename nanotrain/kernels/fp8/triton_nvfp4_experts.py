@@ -73,25 +73,50 @@ if triton is not None:
         first: tl.tensor,
     ) -> tl.tensor:
         """Values of rows and columns that broadcast to a tile, in their dtype; zeros outside."""
-        offsets = rows * source.row_stride + columns.to(tl.int64) * source.column_stride
-        mask = (rows < end) & (columns < source.num_columns)
-        return tl.load(source.data + first + offsets, mask=mask, other=0)
+        row_offsets = rows * source.row_stride
+        column_offsets = columns.to(tl.int64) * source.column_stride
+        offsets = row_offsets + column_offsets
+        is_row = rows < end
+        is_column = columns < source.num_columns
+        data = source.data + first
+        return tl.load(data + offsets, mask=is_row & is_column, other=0)
 
     @triton.jit
     def _nvfp4_expert_amaxes(
         source: tl.tuple, matrix: tl.tensor, out: tl.tensor, how: tl.tuple
     ) -> None:
         """Raise both amaxes of an expert to those of one tile."""
-        expert, first, end, _ = locate(source, tl.program_id(0), how)
+        program = tl.program_id(0)
+        column_program = tl.program_id(1)
+        expert, first, end, _ = locate(source, program, how)
         lane = tl.arange(0, how.tile)
         rows = first + lane
-        columns = tl.program_id(1) * how.tile + lane
-        tile = _read_rows(source, rows[:, None], columns[None, :], end, 0)
+        columns = column_program * how.tile + lane
+        tokens = rows[:, None]
+        channels = columns[None, :]
+        tile = _read_rows(source, tokens, channels, end, 0)
         is_read = expert < source.num_experts
-        tl.atomic_max(out + expert, tl.max(magnitude(tile)), mask=is_read)
-        transformed = transform(tl.trans(tile), matrix)
-        target = out + source.num_experts + expert
-        tl.atomic_max(target, tl.max(magnitude(transformed)), mask=is_read)
+        values = magnitude(tile)
+        amax = tl.max(values)
+        target = out + expert
+        tl.atomic_max(target, amax, mask=is_read)
+        lines = tl.trans(tile)
+        transformed = transform(lines, matrix)
+        values = magnitude(transformed)
+        amax = tl.max(values)
+        target += source.num_experts
+        tl.atomic_max(target, amax, mask=is_read)
+
+    @triton.jit
+    def _store_codes(
+        codes: tl.tensor, packed: tl.tensor, line_bytes: tl.tensor, mask: tl.tensor
+    ) -> None:
+        """Store the packed codes [rows, n] of a tile."""
+        num_bytes: tl.constexpr = packed.shape[1]
+        byte = tl.arange(0, num_bytes)
+        line_starts = line_bytes[:, None]
+        offsets = line_starts + byte[None, :]
+        tl.store(codes + offsets, packed, mask=mask[:, None])
 
     @triton.jit
     def _store_scale_words(
@@ -100,12 +125,17 @@ if triton is not None:
         """Store the scales [rows, n] of a tile, four in one word."""
         rows: tl.constexpr = scale.shape[0]
         num_words: tl.constexpr = scale.shape[1] // 4
-        bits = scale.to(tl.uint8, bitcast=True).to(tl.int32)
+        stored = scale.to(tl.uint8, bitcast=True)
+        bits = stored.to(tl.int32)
         parts = tl.reshape(bits, (rows, num_words, 4))
-        shifts = tl.arange(0, 4) * 8
-        word = tl.sum(parts << shifts[None, None, :], 2)
+        place = tl.arange(0, 4)
+        shifts = place * 8
+        shifted = parts << shifts[None, None, :]
+        word = tl.sum(shifted, 2)
         index = tl.arange(0, num_words)
-        tl.store(words + row_offsets[:, None] + index[None, :], word, mask=mask[:, None])
+        first = row_offsets[:, None]
+        offsets = first + index[None, :]
+        tl.store(words + offsets, word, mask=mask[:, None])
 
     @triton.jit
     def _nvfp4_expert_cast(
@@ -125,52 +155,58 @@ if triton is not None:
 
         `matrices` has the number of rows of a matrix and its stride, or is None for tokens.
         """
+        program = tl.program_id(0)
+        column_program = tl.program_id(1)
         shift = 0
         first_line = 0
         if matrices is not None:
             num_rows, stride = matrices
             num_tiles = tl.cdiv(num_rows, 128)
-            expert = tl.program_id(0) // num_tiles
-            first = (tl.program_id(0) % num_tiles).to(tl.int64) * 128
+            expert = program // num_tiles
+            row_tile = program % num_tiles
+            first = row_tile.to(tl.int64) * 128
             end = num_rows
             padded = first
-            shift = expert.to(tl.int64) * stride
-            first_line = expert.to(tl.int64) * num_rows
+            wide = expert.to(tl.int64)
+            shift = wide * stride
+            first_line = wide * num_rows
         else:
             # two programs per unit: the padding of a unit is written too
-            expert, first, end, padded = locate(source, tl.program_id(0) // 2, how)
-            second = (tl.program_id(0) % 2) * 128
+            unit = program // 2
+            expert, first, end, padded = locate(source, unit, how)
+            second = (program % 2) * 128
             first = first + second
             padded = padded + second
         is_read = expert < source.num_experts
         rows = first + tl.arange(0, 128)
-        columns = tl.program_id(1) * 64 + tl.arange(0, 64)
+        first_column = column_program * 64
+        columns = first_column + tl.arange(0, 64)
         expert_amax = tl.load(amax + expert, mask=is_read, other=0)
         uniform = None
         if hadamard is not None:
-            tile = _read_rows(source, rows[None, :], columns[:, None], end, shift)
+            tokens = rows[None, :]
+            outputs = columns[:, None]
+            tile = _read_rows(source, tokens, outputs, end, shift)
             tile = transform(tile, hadamard)
-            if words is not None:
-                channels = first_channel + columns[:, None]
-                uniform = uniform_numbers(words, rows[None, :], channels, end)
-            packed, scale = quantize_tile(tile, uniform, expert_amax, is_tile)
             lines = columns.to(tl.int64)
-            is_line = is_read & (columns < source.num_columns)
+            is_column = columns < source.num_columns
+            is_line = is_read & is_column
             first_byte = padded // 2
-            byte = tl.arange(0, 64)
         else:
-            tile = _read_rows(source, rows[:, None], columns[None, :], end, shift)
-            if words is not None:
-                channels = first_channel + columns[None, :]
-                uniform = uniform_numbers(words, rows[:, None], channels, end)
-            packed, scale = quantize_tile(tile, uniform, expert_amax, is_tile)
+            tokens = rows[:, None]
+            outputs = columns[None, :]
+            tile = _read_rows(source, tokens, outputs, end, shift)
             lines = first_line + rows
             is_line = rows < end
-            first_byte = tl.program_id(1).to(tl.int64) * 32
-            byte = tl.arange(0, 32)
-        line_bytes = lines * row_bytes + tl.multiple_of(first_byte, 32)
-        offsets = line_bytes[:, None] + byte[None, :]
-        tl.store(codes + offsets, packed, mask=is_line[:, None])
+            first_byte = column_program.to(tl.int64) * 32
+        if words is not None:
+            channels = first_channel + outputs
+            uniform = uniform_numbers(words, tokens, channels, end)
+        packed, scale = quantize_tile(tile, uniform, expert_amax, is_tile)
+        first_byte = tl.multiple_of(first_byte, 32)
+        line_bytes = lines * row_bytes
+        line_bytes += first_byte
+        _store_codes(codes, packed, line_bytes, is_line)
         _store_scale_words(scales, scale, line_bytes // 32, is_line)
 
 
@@ -183,8 +219,12 @@ def expert_amaxes(x: Tensor, offs: Tensor) -> Tensor:
     out = torch.zeros(2, len(offs), dtype=torch.float32, device=x.device)
     if x.numel():
         source = _source(x, offs)
-        how = How(num_lanes(len(offs)), tile=AMAX_TILE).constants()
-        grid = (_num_tiles(len(x), AMAX_TILE) + len(offs), _num_tiles(x.shape[1], AMAX_TILE))
+        experts = source.num_experts
+        lanes = num_lanes(experts)
+        how = How(lanes, tile=AMAX_TILE).constants()
+        num_tiles = _num_tiles(source.num_rows, AMAX_TILE)
+        num_columns = _num_tiles(source.num_columns, AMAX_TILE)
+        grid = (num_tiles + experts, num_columns)
         _nvfp4_expert_amaxes[grid](source, hadamard_matrix(x.device), out, how)
     return out
 

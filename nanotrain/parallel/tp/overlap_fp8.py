@@ -82,11 +82,12 @@ def scatter_scaled(
     """[B * S, I], [O, I] -> the sum of the ranks' products, [B, S/tp, O] of this rank's tokens."""
     if name == "symmetric" and _is_aligned(weight):
         return _scatter_symmetric(x, batch=batch, weight=weight, group=group, dtype=dtype)
+    options: dict[str, Any] = {"batch": batch, "group": group, "dtype": dtype}
     pieces = []
     for distance in range(1, group.size):
-        partial_sum = _multiply_part(x, weight, batch, distance=distance, group=group, dtype=dtype)
+        partial_sum = _multiply_part(x, weight, distance=distance, **options)
         pieces.append(start_shift(partial_sum, group, distance=-distance, op="reduce_scatter"))
-    own = _multiply_part(x, weight, batch, distance=0, group=group, dtype=dtype)
+    own = _multiply_part(x, weight, distance=0, **options)
     by_rank = [own] * group.size
     for distance, piece in enumerate(pieces, start=1):
         by_rank[(group.index - distance) % group.size] = piece.wait()
@@ -111,8 +112,8 @@ def _wait_piece(works: Sequence[Any], x: Quantized) -> Quantized:
 def _multiply_part(
     x: Quantized,
     weight: Quantized,
-    batch: int,
     *,
+    batch: int,
     distance: int,
     group: Group,
     dtype: torch.dtype,
