@@ -10,13 +10,16 @@ linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 dsa                 an indexer in every layer
 shared_dsa          GLM-5.2: an indexer in some layers, whose selection the next ones read
+
+
+minimax_m3          an indexer of blocks in some layers
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from nanotrain.config.layer_kinds import LinearAttentionConfig
+from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import read_hybrid_pattern, write_pattern
 from nanotrain.interop.hf.canonical import resolved, write_layers
@@ -28,6 +31,7 @@ from nanotrain.spec.shape import ModelShape
 
 # names of transformers 5 and those that every version reads
 FULL, LINEAR = "full_attention", "linear_attention"
+BLOCKS = "minimax_m3_sparse"
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
@@ -368,7 +372,32 @@ def _write_shared_dsa(model_config: ModelConfig) -> Values:
     return {"indexer_types": ["shared" if is_shared else "full" for is_shared in shares]}
 
 
+def _read_minimax_m3(raw: Raw) -> Values:
+    """The layers that select blocks of keys, and their number of blocks."""
+    num_layers = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or [FULL] * num_layers
+    layers = layers_of_kind(BLOCKS, kinds, num_layers=num_layers)
+    if not any(layers):
+        return {"sparse_attention_type": None}
+    return {
+        "dsa.k_norm_epsilon": raw["rms_norm_eps"],
+        "dsa.layer_freq": write_pattern(layers),
+        "dsa.topk": raw["index_topk_blocks"] * raw["index_block_size"],
+    }
+
+
+def _write_minimax_m3(model_config: ModelConfig) -> Values:
+    """The kinds of the layers, and the number of blocks."""
+    dsa = model_config.dsa or DSAConfig()
+    mixers = ModelShape.of(model_config).mixers
+    return {
+        "index_topk_blocks": dsa.topk_blocks,
+        "layer_types": [BLOCKS if mixer == "block_sparse" else FULL for mixer in mixers],
+    }
+
+
 LAYER_PARTS: dict[str, Part] = {
+    "minimax_m3": Part(_read_minimax_m3, _write_minimax_m3),
     "nemotron_h_layers": Part(_read_nemotron, _write_nemotron),
     "granite_layers": Part(_read_granite, _write_granite),
     "bamba_layers": Part(_read_bamba, _write_bamba),

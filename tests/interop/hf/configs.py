@@ -470,4 +470,4 @@ CONFIG_CLASSES = {
 }
 IN_FP64 |= dict.fromkeys((name for name in CONFIGS if name.startswith("gemma4")), "gemma4")
 CONFIG_CLASSES |= {"Gemma4": "Gemma4TextConfig"}
-CONFIG_CLASSES |= {"Llama4": "Llama4TextConfig"}
+CONFIG_CLASSES |= {"Llama4": "Llama4TextConfig", "MiniMaxM3VL": "MiniMaxM3VLTextConfig"}

@@ -78,6 +78,25 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "Afmoe",
         EXPERTS | THREE | {"num_dense_layers": 2, "mup_enabled": True, "hidden_size": 64},
     ),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VL",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 20,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": SPARSE,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "mellum": (
         "Mellum",
         EXPERTS | THREE | {"mlp_layer_types": SPARSE, "rope_parameters": BASES},
@@ -187,6 +206,7 @@ MODELING = {
     "sarvam_mla": "deepseek_v3",
     "sarvam_moe": "glm4_moe",
     "aria_text": "aria",
+    "minimax_m3_vl_text": "minimax_m3_vl",
     "apertus1p5_text": "apertus1p5",
     "cohere_compass_text": "cohere_compass",
 }
