@@ -262,11 +262,10 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
 
 
 def _shrink_dsa(model: ModelConfig, *, num_layers: int) -> DSAConfig | None:
-    """The indexers of a smaller model: its layers without one have the same share, if any."""
-    if model.dsa is None:
-        return None
-    pattern = shrink_pattern(model.dsa.share_freq, model.shared_selections, num_layers=num_layers)
-    return replace(model.dsa, share_freq=pattern)
+    """The indexers of a smaller model: where layers share, the first has one for all others."""
+    if model.dsa is None or not any(model.shared_selections):
+        return model.dsa
+    return replace(model.dsa, share_freq=f"[0]+[1]*{num_layers - 1}")
 
 
 def with_sources(model: ModelConfig) -> ModelConfig:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.config.model import DSAConfig, MLAConfig, ModelConfig
 from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
 from nanotrain.config.schedules import num_microbatches
 from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
@@ -325,6 +326,13 @@ OF_RUNS = (
     ),
     *("train.timing_log_level", "train.memory_snapshot_path"),
 )
+
+
+def test_the_first_layer_of_a_smaller_model_keeps_its_indexer() -> None:
+    dsa = DSAConfig(share_freq="[0]+[1]*3+[0]+[1]*3")
+    model = ModelConfig(num_layers=8, multi_latent_attention=True, sparse_attention_type="dsa")
+    config = Config(model=replace(model, mla=MLAConfig(q_lora_rank=8), vocab_size=64, dsa=dsa))
+    assert shrink(config, 1, num_steps=2).model.mixers == ("dsa", "shared_dsa")
 
 
 def test_every_field_is_carried_shrunk_or_left_out_for_a_reason() -> None:
