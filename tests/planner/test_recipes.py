@@ -1,6 +1,7 @@
 """Every shipped recipe fits on the GPUs that its first lines name, and hides its communication."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
 
 SMALL = ("tiny", "tiny_moe")  # for the cores of any machine
+OF_A_CHECKPOINT = ("sft",)  # its model is that of a checkpoint
 MAX_EXPOSED = 0.2  # of a step
 MACHINE = re.compile(r"on ([\d, or]+) GPUs of 80 GB")
 
@@ -26,7 +28,7 @@ def machines_of(path: Path) -> list[int]:
 RECIPES = {
     path.stem: machines_of(path)
     for path in sorted((config_dir() / "config").glob("*.yaml"))
-    if path.stem not in SMALL
+    if path.stem not in {*SMALL, *OF_A_CHECKPOINT}
 }
 CASES = [
     (recipe, world_size) for recipe, world_sizes in RECIPES.items() for world_size in world_sizes
@@ -40,6 +42,16 @@ def test_a_recipe_fits_and_hides_its_communication(recipe: str, world_size: int)
     time = prediction.time
     assert prediction.headroom >= 0, f"{prediction.memory.reserved:,} bytes"
     assert sum(time.exposed.values()) < MAX_EXPOSED * time.total, time.exposed
+
+
+def test_fine_tuning_of_8_billion_parameters_fits_on_8_gpus() -> None:
+    (recipe,) = OF_A_CHECKPOINT
+    config = replace(
+        load([f"+config={recipe}"], to_train=False).config,
+        model=load(["+config=qwen3_8b"], to_train=False).config.model,
+    )
+    prediction = predict(scenario_of(config, 8, gpu=gpu_of("h100"), engine="nanotrain"))
+    assert prediction.headroom >= 0, f"{prediction.memory.reserved:,} bytes"
 
 
 def test_a_recipe_starts_on_8_gpus_where_the_model_can() -> None:
