@@ -243,7 +243,7 @@ def test_activations_that_compute_the_same_are_written_as_one(name: str, written
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function"),
+        ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function"),
         (
             {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx",
