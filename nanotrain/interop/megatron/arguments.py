@@ -28,7 +28,7 @@ from nanotrain.config.translate import megatron_values, translate
 from nanotrain.config.user_paths import expand_path
 from nanotrain.errors import CheckpointError, ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
-from nanotrain.untrusted import plain_text
+from nanotrain.untrusted import plain_text, shown
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 PATTERNS = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
@@ -147,7 +147,7 @@ def add_flag(line: CommandLine, flag: str, *, value: Any) -> None:
     if value is True and row.arity == 0:
         line.megatron.append(MegatronArgument(flag, row))
     elif flag in TABLE["valued"] and value not in (False, [], ""):
-        line.megatron.append(MegatronArgument(flag, row, plain_text(value)))
+        line.megatron.append(MegatronArgument(flag, row, literal_text(value)))
 
 
 def add_setting(line: CommandLine, name: str, *, value: Any) -> None:
@@ -169,13 +169,29 @@ def text_of_value(entry: Entry, value: Any) -> str | list[str] | None:
     if isinstance(value, bool):
         return str(value).lower()
     if entry.name == "window_size" and isinstance(value, list | tuple):
-        return str(value[0])  # keys before; there are none after
+        return literal_text(value[0])  # keys before; there are none after
     if isinstance(value, list | tuple):
-        texts = [plain_text(item) for item in value[:MAX_LIST]]
+        texts = [literal_text(item) for item in value[:MAX_LIST]]
         if entry.name in PATTERNS:
             return f"[{','.join(texts)}]"
         return texts
-    return [plain_text(value)] if entry.kind is list else plain_text(value)
+    return [literal_text(value)] if entry.kind is list else literal_text(value)
+
+
+def literal_text(value: Any) -> str:
+    """The text of a value, in which nothing stands for something else.
+
+    Raises:
+        CheckpointError: it has a reference, which would read other fields or the environment.
+    """
+    text = plain_text(value)
+    if "${" in text:
+        raise CheckpointError(
+            f"the checkpoint has the argument {shown(text)}",
+            why="${...} would be replaced by a field or a variable of the environment",
+            fix="use a checkpoint from a source that you trust",
+        )
+    return text
 
 
 def add_activation(line: CommandLine, arguments: Mapping[str, Any]) -> None:

@@ -73,3 +73,22 @@ def test_what_has_no_place_here_is_named(changes: dict[str, Any], named: str) ->
 def test_arguments_must_be_there() -> None:
     with pytest.raises(CheckpointError, match="has no arguments"):
         config_of_arguments({}, num_rows=ROWS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalization": "${oc.env:MY_SECRET}"},
+        {"moe_router_load_balancing_type": ["none", "${oc.env:MY_SECRET}"]},
+        {"window_size": ["${oc.env:MY_SECRET}", 0]},
+        {"hybrid_override_pattern": "${model.num_layers}"},
+        {"seed": "${train.micro_batch_size}"},
+    ],
+)
+def test_a_value_that_stands_for_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "LayerNorm")
+    with pytest.raises(CheckpointError, match="would be replaced") as error:
+        config_of(**changes)
+    assert "LayerNorm" not in str(error.value)
