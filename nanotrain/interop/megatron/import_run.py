@@ -21,7 +21,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments
+from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments, literal_text
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
     CommonState,
@@ -34,6 +34,7 @@ from nanotrain.interop.megatron.optimizer_state import (
     Counters,
     State,
     find_state,
+    number_of,
     read_counters,
 )
 from nanotrain.interop.megatron.placement import EMBEDDING, Placement, find_prefix
@@ -164,20 +165,39 @@ def with_schedule(config: Config, scheduler: Mapping[str, Any]) -> Config:
         values = {
             "optim.lr": finite_number(scheduler["max_lr"], "max_lr"),
             "optim.min_lr": finite_number(scheduler["min_lr"], "min_lr"),
-            "optim.lr_decay_style": str(scheduler["lr_decay_style"]),
-            "optim.lr_decay_samples": whole_number(scheduler["lr_decay_steps"], "lr_decay_steps"),
+            "optim.lr_decay_style": literal_text(scheduler["lr_decay_style"]),
+            "optim.lr_decay_samples": number_of(scheduler["lr_decay_steps"], "lr_decay_steps"),
             "optim.lr_decay_iters": None,
-            "optim.lr_warmup_samples": whole_number(scheduler["lr_warmup_steps"], "warmup"),
             "optim.lr_warmup_iters": 0,
-            "optim.lr_warmup_fraction": None,
         }
-        return with_values(config, values)
+        return with_values(config, values | warmup_of(scheduler))
     except (LookupError, ValueError) as error:
         raise CheckpointError(
             "the schedule of the checkpoint cannot be read",
             why=str(error),
             fix="import the weights alone, with --no-optim",
         ) from None
+
+
+def warmup_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the length of the warmup, which --lr-warmup-fraction makes a float there.
+
+    A length of no whole number of samples remains a fraction of the schedule, as it was set.
+
+    Raises:
+        LookupError, ValueError: it has none.
+    """
+    steps = finite_number(scheduler["lr_warmup_steps"], "lr_warmup_steps")
+    samples = None
+    fraction = None
+    if steps.is_integer():
+        samples = int(steps)
+    else:
+        length = number_of(scheduler["lr_decay_steps"], "lr_decay_steps")
+        if steps > length:
+            raise ValueError(f"lr_warmup_steps is {steps:g}, more than lr_decay_steps, {length:,}")
+        fraction = steps / length
+    return {"optim.lr_warmup_samples": samples, "optim.lr_warmup_fraction": fraction}
 
 
 def objects_of(opened: MegatronCheckpoint) -> dict[str, Any]:
