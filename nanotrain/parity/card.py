@@ -91,8 +91,9 @@ class Card:
 
     @property
     def holds(self) -> bool:
-        """Whether no check failed."""
-        return all(check.result != "fails" for check in self.checks)
+        """Whether no check failed, and at least one was run and holds."""
+        results = {check.result for check in self.checks}
+        return "holds" in results and "fails" not in results
 
     def text(self) -> str:
         """The card as markdown."""
@@ -216,7 +217,8 @@ def check_layouts(loaded: Loaded) -> Iterator[Check]:
         texts.append(f"{name} {verdict}, losses within {difference:.1e}")
         has_failed = has_failed or not report.holds
     result: Result = _result(not has_failed) if numbers else "not run"
-    yield Check("layouts", result, "; ".join(texts), numbers)
+    text = f"{len(numbers)} of {len(LAYOUTS)} run: " + "; ".join(texts)
+    yield Check("layouts", result, text, numbers)
 
 
 def check_resume_and_plan(loaded: Loaded) -> Iterator[Check]:

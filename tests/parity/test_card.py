@@ -93,13 +93,49 @@ def test_a_layout_that_cannot_be_run_is_said_so_and_one_that_differs_fails(
     assert "tp 2 with sequence parallelism NOT EQUAL: losses differ by 1.0e-01" in check.text
 
 
+@pytest.mark.parametrize("num_run", [1, 4])
+def test_layouts_say_how_many_were_run(num_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Report:
+        holds = True
+        steps = (type("Step", (), {"loss_difference": 0.0}),)
+
+    calls: list[Any] = []
+
+    def parity(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) > num_run:
+            raise ConfigError("no")
+        return Report
+
+    monkeypatch.setattr(card_module, "check_parity", parity)
+    (check,) = check_layouts(loaded())
+    assert check.result == "holds" and check.text.startswith(f"{num_run} of 5 run: dp 2")
+    assert check.text.count(" not run: ") == len(LAYOUTS) - num_run
+
+
+@pytest.mark.parametrize(
+    ("results", "holds"),
+    [
+        (("not run", "not run"), False),
+        (("not run", "holds"), True),
+        (("fails", "holds"), False),
+        ((), False),
+    ],
+)
+def test_a_card_holds_if_a_check_was_run_and_none_fails(
+    results: tuple[card_module.Result, ...], holds: bool
+) -> None:
+    checks = tuple(Check("plan", result, "", {}) for result in results)
+    assert Card("recipe x", "", "", {}, {}, checks).holds is holds
+
+
 def test_without_any_layout_the_check_was_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def parity(*args: Any, **options: Any) -> Any:
         raise ConfigError("no")
 
     monkeypatch.setattr(card_module, "check_parity", parity)
     (check,) = check_layouts(loaded())
-    assert check.result == "not run"
+    assert check.result == "not run" and check.text.startswith("0 of 5 run: ")
 
 
 def test_a_conversion_that_is_wrong_fails_the_card() -> None:
