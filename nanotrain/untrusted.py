@@ -176,8 +176,9 @@ def parse_yaml(text: str | bytes) -> Any:
     """
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except (yaml.YAMLError, RecursionError, AttributeError, TypeError, LookupError) as error:
+        # the last three: a value that its tag cannot have, as `!!bool maybe`
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
     if depth_of(value) > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     return value

@@ -27,9 +27,15 @@ from nanotrain.interop.hf.families import (
     FAMILIES,
     FOLDER_ROWS,
     build_family,
+    known_rows,
     model_from_hf,
 )
-from nanotrain.interop.hf.folder_row import ROW_FILE, write_row
+from nanotrain.interop.hf.folder_row import (
+    ROW_FILE,
+    read_folder_row,
+    require_readable,
+    write_row,
+)
 from nanotrain.interop.hf.import_weights import WeightReader
 from nanotrain.interop.hf.tables import MODELS, TABLES
 from nanotrain.parity.conversion import TOLERANCE, ConversionReport, check_conversion
@@ -155,6 +161,8 @@ def _refuse_missing(f: Findings) -> None:
 def _choose(f: Findings, folder: Path) -> tuple[Row, ConversionReport | None]:
     """The first row that computes what transformers does, or the only one without its class."""
     rows = candidates(f)
+    for row in rows:
+        require_readable(f.kind, row, known=known_rows())
     if not has_class(f.kind):
         if len(rows) > 1:
             f.lack("an order of rows", asked_by=f"{len(rows)} orders fit the shapes of tensors")
@@ -190,10 +198,10 @@ def _choose(f: Findings, folder: Path) -> tuple[Row, ConversionReport | None]:
 @contextmanager
 def _registered(kind: str, row: Row, *, folder: Path) -> Iterator[None]:
     """The family of a row among the known ones, in the block."""
-    path = folder / ROW_FILE
+    earlier = read_folder_row(folder, known=known_rows())
     FAMILIES[kind] = build_family(kind, row)
     # a file of an earlier command is not read now
-    FOLDER_ROWS[kind] = path.read_text() if path.is_file() else ""
+    FOLDER_ROWS[kind] = "" if earlier is None else earlier.text
     try:
         yield
     finally:

@@ -188,6 +188,31 @@ def test_a_link_in_place_of_the_row_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "mine"
 
 
+def test_a_model_type_that_no_row_can_have_is_refused(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    change_config(folder, model_type="my model")
+    (folder / "configuration_mine.py").unlink()
+    with pytest.raises(HuggingFaceError, match="model_type is 'my model', it must be a name"):
+        add_family(folder, output=None, in_tree=False)
+    assert not (folder / ROW_FILE).exists()
+
+
+def test_an_earlier_file_is_replaced_whatever_its_lines_end_with(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    add_family(folder, output=None, in_tree=False)
+    written = (folder / ROW_FILE).read_bytes()
+    (folder / ROW_FILE).write_bytes(written.replace(b"\n", b"\r\n"))
+    add_family(folder, output=None, in_tree=False)
+    assert (folder / ROW_FILE).read_bytes() == written
+
+
+def test_an_earlier_file_that_is_broken_is_one_error(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    (folder / ROW_FILE).write_bytes(b"\xff")
+    with pytest.raises(HuggingFaceError, match="is no row of a family"):
+        add_family(folder, output=None, in_tree=False)
+
+
 def test_a_row_that_lacks_a_name_is_one_error(tmp_path: Path) -> None:
     folder = write_own_code(tmp_path)
     add_family(folder, output=None, in_tree=False)

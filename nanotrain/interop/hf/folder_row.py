@@ -2,6 +2,7 @@
 
     read_folder_row   the row, checked value by value: a downloaded folder may hold anything
     write_row         the same as text
+    require_readable  whether a row can be written and read back
 
 `nanotrain family add` writes it. A row is data: it names entries, tensors and parts of the package.
 """
@@ -21,6 +22,7 @@ from nanotrain.untrusted import (
     object_of,
     own_file,
     parse_yaml,
+    plain_text,
     read_file,
     shown,
     text_of,
@@ -63,15 +65,39 @@ def read_folder_row(folder: Path, *, known: Collection[str]) -> FolderRow | None
         return None
     try:
         text = read_file(own_file(path), most=MAX_ROW_BYTES).decode()
-        families = object_of(object_of(parse_yaml(text), "it").get("families"), "families")
-        if len(families) != 1:
-            raise ValueError(f"it has {len(families)} families, it must have one")
-        kind, row = next(iter(families.items()))
-        return FolderRow(_word(kind, "model_type"), _checked(row, known=known), text)
+        return _parse_row(text, known=known)
     except (OSError, ValueError) as error:
         reason = unreadable(error)
         fix = f"remove it, and write it anew: nanotrain family add {folder}"
         raise HuggingFaceError(f"{path} is no row of a family", why=reason, fix=fix) from None
+
+
+def _parse_row(text: str, *, known: Collection[str]) -> FolderRow:
+    """The row in the text of a file; ValueError if it is none."""
+    families = object_of(object_of(parse_yaml(text), "it").get("families"), "families")
+    if len(families) != 1:
+        raise ValueError(f"it has {len(families)} families, it must have one")
+    kind, row = next(iter(families.items()))
+    return FolderRow(_word(kind, "model_type"), _checked(row, known=known), text)
+
+
+def require_readable(kind: str, row: Mapping[str, Any], *, known: Collection[str]) -> None:
+    """Check that a row can be written, and that its file is one that `read_folder_row` reads.
+
+    Raises:
+        HuggingFaceError: names or values of the row cannot be in a file.
+    """
+    try:
+        text = write_row(kind, row)
+        if len(text.encode()) > MAX_ROW_BYTES:
+            raise ValueError(f"it has more than {MAX_ROW_BYTES:,} bytes")
+        _parse_row(text, known=known)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise HuggingFaceError(
+            f"the row of {shown(kind)} cannot be in a file",
+            why=plain_text(str(error))[:200],
+            fix="change what config.json or its configuration file has there",
+        ) from None
 
 
 def write_row(kind: str, row: Mapping[str, Any], *, comments: Collection[str] = ()) -> str:
@@ -124,9 +150,10 @@ def _list(value: Any, field: str, *, known: Collection[str] | None = None) -> li
     if len(items) > MAX_ITEMS:
         raise ValueError(f"{field} has {len(items)} items, at most {MAX_ITEMS} are read")
     for item in items:
-        if known is None and not _PATTERN.fullmatch(text_of(item, field)):
+        text = text_of(item, field)
+        if known is None and not _PATTERN.fullmatch(text):
             raise ValueError(f"{field} has {shown(item)}, which is no pattern of names")
-        if known is not None and item not in known:
+        if known is not None and text not in known:
             raise ValueError(f"{field} has {shown(item)}, which nanotrain does not know")
     return items
 
@@ -142,6 +169,14 @@ def _keys(value: Any, field: str) -> dict[str, str]:
     table = _names(value, field)
     for key in table.values():
         _require_key(key)
+    return table
+
+
+def _entries(value: Any, field: str) -> dict[str, Any]:
+    """A table of entries of config.json with any values."""
+    table = object_of(value, field)
+    for name in table:
+        _word(name, field)
     return table
 
 
@@ -214,7 +249,7 @@ def _flag(value: Any) -> bool:
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "architecture": lambda value: _word(value, "architecture"),
     "constants": _constants,
-    "defaults": lambda value: object_of(value, "defaults"),
+    "defaults": lambda value: _entries(value, "defaults"),
     "ends": lambda value: _names(value, "ends"),
     "entries": lambda value: _keys(value, "entries"),
     "fixed": _fixed,
@@ -228,5 +263,5 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "renamed": lambda value: _names(value, "renamed"),
     "required": _required,
     "without_class": _flag,
-    "written": lambda value: object_of(value, "written"),
+    "written": lambda value: _entries(value, "written"),
 }

@@ -8,8 +8,13 @@ import pytest
 import yaml
 
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.hf.families import FAMILIES, add_folder_family
-from nanotrain.interop.hf.folder_row import MAX_ROW_BYTES, ROW_FILE, write_row
+from nanotrain.interop.hf.families import FAMILIES, add_folder_family, known_rows
+from nanotrain.interop.hf.folder_row import (
+    MAX_ROW_BYTES,
+    ROW_FILE,
+    require_readable,
+    write_row,
+)
 from tests.interop.hf.derive.folders import restored_tables
 
 ROW: dict[str, Any] = {
@@ -66,6 +71,10 @@ def test_a_row_of_a_known_family_is_not_read(
         ({"constants": {"x": "y"}}, "must be a number"),
         ({"without_class": "yes"}, "must be true or false"),
         ({"architecture": "a b"}, "it must be a name"),
+        ({"from": [["a"]]}, "from is a list of 1 items, it must be text"),
+        ({"parts": [{"a": 1}]}, "parts is an object, it must be text"),
+        ({"defaults": {1: 2}}, "defaults is 1, it must be text"),
+        ({"written": {"a b": 2}}, "written is 'a b', it must be a name"),
     ],
 )
 def test_a_hostile_row_is_one_error(tmp_path: Path, change: dict[str, Any], named: str) -> None:
@@ -87,11 +96,37 @@ def test_a_hostile_row_is_one_error(tmp_path: Path, change: dict[str, Any], name
         "families: !!python/object/apply:os.abort []",
         "#" * (MAX_ROW_BYTES + 1),
         "families: " + "[" * 5000,
+        "families: {mine: !!bool maybe}",
+        'families: {mine: !!int ""}',
     ],
 )
 def test_a_file_that_is_no_row_is_one_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(HuggingFaceError, match="is no row of a family"):
         add(tmp_path, text)
+
+
+def test_bytes_that_are_no_text_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / ROW_FILE).write_bytes(b"families: \xff")
+    with pytest.raises(HuggingFaceError, match="is no row of a family"):
+        add_folder_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("my model", {}, "model_type is 'my model', it must be a name"),
+        ("mine", {"defaults": {"x": ...}}, "cannot represent an object"),
+        ("mine", {"passed_over": ["a b"]}, "'a b', which is no pattern of names"),
+        ("mine", {"defaults": {"x": "y" * MAX_ROW_BYTES}}, "more than 65,536 bytes"),
+    ],
+)
+def test_a_row_that_would_not_read_back_is_refused(
+    kind: str, change: dict[str, Any], named: str
+) -> None:
+    require_readable("mine", ROW, known=known_rows())
+    with pytest.raises(HuggingFaceError, match="cannot be in a file") as caught:
+        require_readable(kind, ROW | change, known=known_rows())
+    assert named in str(caught.value)
 
 
 def test_a_row_behind_a_link_is_not_read(tmp_path: Path) -> None:
