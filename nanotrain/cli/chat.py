@@ -83,9 +83,10 @@ def read_conversations(file: Path) -> "list[Conversation]":
     from nanotrain.untrusted import read_file, unreadable
 
     try:
-        text = read_file(file, most=MAX_BYTES).decode()
-        texts = text.splitlines() if file.suffix in ROWS else [text]
-        rows = [row for row in texts if row.strip()]
+        content = read_file(file, most=MAX_BYTES)
+        # the lines of bytes: in text U+2028 and others, which JSON may hold, would end one
+        lines = content.splitlines() if file.suffix in ROWS else [content]
+        rows = [line.decode() for line in lines if line.strip()]
         if not rows:
             raise ValueError("it is empty")
     except (OSError, ValueError) as error:

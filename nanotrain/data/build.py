@@ -235,7 +235,8 @@ def _read_excluded(file: Path, corpora: Sequence[IndexedTokens]) -> dict[Path, s
     """Documents to leave out, by the prefix of their corpus; ValueError for an unknown one."""
     sizes = {corpus.prefix: corpus.num_documents for corpus in corpora}
     excluded: dict[Path, set[int]] = {prefix: set() for prefix in sizes}
-    for line in read_file(file).decode().splitlines():
+    for content in read_file(file).splitlines():  # of bytes: U+2028 may be part of a name
+        line = content.decode()
         if not line.strip():
             continue
         prefix, document = read_document(line)

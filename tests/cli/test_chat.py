@@ -104,6 +104,14 @@ def test_arguments_that_contradict_are_one_message(
     assert message in capsys.readouterr().err
 
 
+def test_a_conversation_of_a_line_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    content = "a\u2028b\u2029c\x85d"  # JSON has them as they are
+    row = json.dumps({"messages": [user(content)]}, ensure_ascii=False)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(f"{row}\r\n\r\n{row}\n".encode())
+    assert [talk.messages for talk in read_conversations(file)] == [[user(content)]] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "it is empty"), ("[]", "it has no messages"), ('{"messages": 3}', "messages is")],

@@ -256,6 +256,20 @@ def test_excluded_documents_are_neither_read_nor_listed(
             _ = replace(starts[1]).dataset
 
 
+def test_an_excluded_document_may_be_of_a_corpus_with_an_odd_name(tmp_path: Path) -> None:
+    documents = random_documents(LENGTHS[0], vocab_size=VOCAB_SIZE, seed=0)
+    prefix = write_documents(
+        tmp_path / "a\u2028b\x85c", documents
+    )  # str.splitlines ends lines there
+    file = tmp_path / "excluded"
+    file.write_text(f"{prefix}:0\n")
+    data = DataConfig(train_data_path=[str(prefix)], seq_length=8, exclude_documents=str(file))
+    config = Config(data=data, train=TrainConfig(global_batch_size=2))
+    order = DataOrder([OrderStart(0, 0, 0, 2, VOCAB_SIZE, config)])
+    assert not list(order.samples_of(prefix, 0, last_step=30))
+    assert list(order.samples_of(prefix, 1, last_step=30))
+
+
 def test_a_document_is_named_by_the_end_of_its_prefix(prefixes: list[Path]) -> None:
     config = Config(data=DataConfig(train_data_path=[str(prefixes[1])], seq_length=8))
     order = DataOrder([OrderStart(0, 0, 0, 2, VOCAB_SIZE, config)])

@@ -4,6 +4,7 @@ TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fi
 step_time_s, ...
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -84,8 +85,9 @@ def read_table(path: Path) -> list[dict[str, str]]:
 def _read_lines(path: Path) -> list[str]:
     """The lines of a table that are not empty."""
     try:
-        content = read_file(path, most=MAX_TABLE_BYTES)
-        lines = content.decode("utf-8-sig").splitlines()
+        content = read_file(path, most=MAX_TABLE_BYTES).removeprefix(BOM_UTF8)
+        # the lines of bytes: spreadsheets write U+000B where a cell has several lines
+        lines = [line.decode() for line in content.splitlines()]
     except (OSError, ValueError) as error:
         why = "it is no text" if isinstance(error, UnicodeDecodeError) else unreadable(error)
         raise ConfigError(f"cannot read {path}", why=why, fix=FIX) from None

@@ -52,6 +52,12 @@ def test_odd_text_is_read(tmp_path: Path) -> None:
     assert predict_row(row).memory_gib == predict_row(DENSE | {"id": "1"}).memory_gib
 
 
+def test_a_cell_may_have_several_lines(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", [DENSE | {"note": "first\vsecond"}], [*DENSE, "note"])
+    (row,) = read_table(path)
+    assert row["note"] == "first\vsecond"
+
+
 def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         DENSE | {"id": "good"},
