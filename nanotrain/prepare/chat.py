@@ -159,8 +159,10 @@ class ChatTemplate:
                 mask[first : last + 1] = 1
             return ids, mask
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
-        closing = self._closing
-        for begin, end in _find_replies(parsed, text, process=program.process, closing=closing):
+        replies = _find_replies(
+            parsed, text, process=program.process, read_closing=lambda: self._closing
+        )
+        for begin, end in replies:
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
 
@@ -173,11 +175,14 @@ class ChatTemplate:
         """What ends a reply: the first added token of the text that the template writes after it.
 
         Raises:
-            DataError: the template refuses a message and its reply.
+            DataError: the template refuses a message and its reply, or writes another text for it.
         """
         question = {"role": "user", "content": "a"}
         reply = {"role": ASSISTANT, "content": _REPLY}
-        _, _, after = self._plain.process.render([question, reply]).text.rpartition(_REPLY)
+        text = self._plain.process.render([question, reply]).text
+        _, mark, after = text.rpartition(_REPLY)
+        if not mark:
+            raise _changes_replies()
         added = self._tokenizer.added_tokens_decoder
         for token in self._tokenize(after)["input_ids"]:
             if token in added:
@@ -201,12 +206,15 @@ class ChatTemplate:
             tools: JSON schemas of functions that the assistant may call.
 
         Raises:
-            DataError: the template refuses them, or needs more than its budget.
+            DataError: the template refuses them, or needs more than its budget; or a beginning of
+                a reply that calls tools, which the template would write after what follows.
         """
         process = self._plain.process if tools is None else self._with_tools.process
         if not continues:
             return process.render(messages, tools=tools, add_generation_prompt=True).text
-        content = str(messages[-1]["content"])
+        if messages[-1].get("tool_calls"):
+            raise _calls_tools()
+        content = messages[-1]["content"] or ""
         opened = [*messages[:-1], messages[-1] | {"content": content + _OPEN_END}]
         text = process.render(opened, tools=tools).text
         tag = _OPEN_END.strip()
@@ -234,7 +242,11 @@ class _Program:
 
 
 def _find_replies(
-    conversation: Conversation, text: str, *, process: ChatProcess, closing: str
+    conversation: Conversation,
+    text: str,
+    *,
+    process: ChatProcess,
+    read_closing: Callable[[], str],
 ) -> list[tuple[int, int]]:
     """First character, and the one after the last, of every message of the assistant.
 
@@ -242,7 +254,7 @@ def _find_replies(
         conversation: the messages.
         text: what the template writes for them.
         process: the template.
-        closing: the text that ends a reply.
+        read_closing: reads the text that ends a reply, where a template shortens earlier turns.
     """
     spans = []
     messages = conversation.messages
@@ -259,6 +271,7 @@ def _find_replies(
         end = len(through)
         if not text.startswith(through):
             end = _end_of_content(messages, number, text=text, render=render)
+            closing = read_closing()
             end += len(closing) if text.startswith(closing, end) else 0
         spans.append((len(before), end))
     return spans
@@ -289,6 +302,25 @@ def _changes_turns(number: int) -> DataError:
         "so its tokens are unknown",
         fix="add {% generation %} and {% endgeneration %} around the assistant's text in "
         "a copy of the template, and name it with --chat-template",
+    )
+
+
+def _changes_replies() -> DataError:
+    """The error for a template that does not write a reply as it is."""
+    return DataError(
+        "the end of a reply is unknown",
+        why="the chat template changes the text of a reply, or leaves it out",
+        fix="write the content as it is in the tokenizer's chat_template.jinja, or in a copy "
+        "that --chat-template of `nanotrain prepare` names",
+    )
+
+
+def _calls_tools() -> DataError:
+    """The error for a beginning of a reply with calls of tools."""
+    return DataError(
+        "a conversation cannot be continued",
+        why="its last message has tool_calls, so the assistant has written all of it",
+        fix="add the message of the tool after it, or leave tool_calls out",
     )
 
 

@@ -303,6 +303,17 @@ def test_prompts_are_those_of_transformers(strips: str, tmp_path: Path) -> None:
         )
 
 
+def test_a_beginning_of_a_reply_calls_no_tools(tmp_path: Path) -> None:
+    """A template writes the calls after the content, where the model is to go on."""
+    template = PLAIN.replace("{{ m.content }}", CALLED)
+    chat = ChatTemplate(save_tokenizer(tmp_path, template))
+    for content in (None, "so"):
+        begun = [CALLS[0], CALLS[1] | {"content": content}]
+        with pytest.raises(DataError, match="its last message has tool_calls"):
+            chat.prompt(begun, continues=True)
+    assert "None" not in chat.prompt(CALLS[:3])
+
+
 def test_a_reply_that_nobody_asked_for_is_refused_where_turns_are_not_marked(
     tmp_path: Path,
 ) -> None:
