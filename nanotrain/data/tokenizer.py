@@ -39,6 +39,7 @@ from nanotrain.data.tokenizer_files import (
     HASH,
     MERGED_FILES,
     SETTINGS,
+    TOKENIZER_FILES,
     VOCABULARY,
     json_bytes,
     named_token,
@@ -240,7 +241,7 @@ class FastTokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = self._published_files() if as_published else self._resolved_files()
-        for name in MERGED_FILES:
+        for name in TOKENIZER_FILES:  # of another tokenizer that was in this folder
             if name not in files:
                 (folder / name).unlink(missing_ok=True)
         for name in sorted(files, key=SETTINGS.__eq__):

@@ -21,6 +21,7 @@ VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # entry of the settings that `save` writes: SHA-256 of the tokenizer.json, the whole tokenizer
 HASH = "nanotrainsha256"
 TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 # files whose tokens are in the tokenizer.json that `save` writes
 MERGED_FILES = ("special_tokens_map.json", "added_tokens.json")
 # vocabulary files of a Hugging Face folder; one of them is enough
@@ -42,7 +43,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
     TEMPLATE_FILE,
-    "additional_chat_templates/tool_use.jinja",
+    TOOL_TEMPLATE_FILE,
     GENERATION_FILE,
 )
 

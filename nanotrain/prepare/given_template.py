@@ -19,7 +19,12 @@ import re
 from pathlib import Path
 
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer
-from nanotrain.data.tokenizer_files import GENERATION_FILE, TEMPLATE_FILE, json_bytes
+from nanotrain.data.tokenizer_files import (
+    GENERATION_FILE,
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
+    json_bytes,
+)
 from nanotrain.errors import DataError
 from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
@@ -61,12 +66,14 @@ def special_tokens(template: str) -> tuple[str, ...]:
 
     >>> special_tokens("{{ '<|user|>' + m.content }}<|end|>{{ '<|user|>' }}")
     ('<|user|>', '<|end|>')
+    >>> special_tokens("[INST]{{ m.content }}</s>")
+    ()
     """
     return tuple(dict.fromkeys(_SPECIAL_TOKEN.findall(template)))
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> FastTokenizer:
-    """The tokenizer with another chat template.
+    """The tokenizer with another chat template, for conversations with tools too.
 
     Raises:
         DataError: its files cannot hold one.
@@ -78,6 +85,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> FastTokenizer:
             fix="name another --tokenizer, or leave --chat-template out",
         )
     tokenizer.files[TEMPLATE_FILE] = template.encode()
+    tokenizer.files.pop(TOOL_TEMPLATE_FILE, None)
     tokenizer.settings.pop("chat_template", None)  # an older form of the same file
     return tokenizer
 

@@ -11,9 +11,17 @@ from nanotrain.data.corpus_info import read_info
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import FastTokenizer, load_tokenizer
 from nanotrain.errors import DataError
-from nanotrain.prepare.chat import ChatTemplate, TurnEnd
-from nanotrain.prepare.given_template import CHATML, read_template, with_end
-from tests.prepare.test_chat import FORGETS, TALKS, TURN, messages, save_tokenizer
+from nanotrain.prepare.chat import ChatTemplate, TurnEnd, as_text
+from nanotrain.prepare.given_template import CHATML, read_template, with_end, with_template
+from tests.prepare.test_chat import (
+    FORGETS,
+    PLAIN,
+    TALKS,
+    TOOLS,
+    TURN,
+    messages,
+    save_tokenizer,
+)
 
 TEXT_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}"
 
@@ -99,6 +107,34 @@ def test_the_end_of_a_reply_is_read_from_the_template(
 ) -> None:
     folder = save_tokenizer(tmp_path, None)
     assert ChatTemplate(folder, template=template).turn_end() == end
+
+
+def test_the_end_of_a_reply_that_the_template_changes_is_unknown(tmp_path: Path) -> None:
+    """The text before the reply is no end of it."""
+    folder = save_tokenizer(tmp_path, PLAIN.replace("m.content", "m.content | lower"))
+    chat = ChatTemplate(folder)
+    with pytest.raises(DataError, match="the chat template changes the text of a reply"):
+        chat.turn_end()
+    _, mask = chat.encode(json.dumps(messages(TALKS[1])))  # needs no end of it
+    assert mask.sum() == len("hi") + 2
+
+
+def test_a_given_template_is_that_of_tools_too(tmp_path: Path) -> None:
+    # given a tokenizer with a template of its own for tools, and a copy of it beside a corpus
+    folder = save_tokenizer(tmp_path / "origin", None)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = {"default": PLAIN, "tool_use": "TOOLS" + PLAIN}
+    theirs.save_pretrained(folder)
+    loaded, copy = load_tokenizer(folder), tmp_path / "copy"
+    loaded.save(copy)
+    assert (copy / "additional_chat_templates/tool_use.jinja").is_file()
+    # when the corpus is prepared again with another template
+    with_template(loaded, CHATML).save(copy)
+    # then conversations with tools are written by it, too
+    chat, given = ChatTemplate(str(copy)), ChatTemplate(folder, template=CHATML)
+    assert chat.source == given.source == CHATML
+    talk = as_text(messages(TALKS[0]), TOOLS)
+    assert chat.encode(talk)[0] == given.encode(talk)[0]
 
 
 def test_ends_are_added_to_those_of_the_folder(tmp_path: Path) -> None:
