@@ -109,7 +109,7 @@ def _add_input(parser: CommandParser) -> None:
         "--chat-template",
         metavar="NAME",
         help="chat template of the tokenizer from here on: chatml, or a file (default: its own); "
-        "a BPE is trained with its special tokens",
+        "a BPE is trained with its special tokens of the form <|name|>",
     )
     parser.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(

@@ -310,7 +310,8 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
     trained = train_bpe(shortened, options.bpe_vocab_size, special=special)
     if template is not None:
         trained = with_template(trained, template)
-        print(f"special tokens of --chat-template: {' '.join(special) or 'none'}")
+        found = " ".join(special) or "none"
+        print(f"special tokens of --chat-template of the form <|name|>: {found}")
     if trained.vocab_size < options.bpe_vocab_size:
         print(
             f"the BPE has {trained.vocab_size:,} tokens, not {options.bpe_vocab_size:,}: "

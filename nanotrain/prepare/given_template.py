@@ -8,8 +8,9 @@ The template is that of `--chat-template`:
                4<|im_end|>              the reply and its end are marked by {% generation %}
     FILE       a Jinja program, as chat_template.jinja in a tokenizer's folder
 
-A BPE that is trained with a template has its special tokens, so a model is pretrained with the
-vocabulary of its conversations. A tokenizer that is loaded keeps its vocabulary.
+A BPE that is trained with a template has those of its special tokens that are spelled `<|name|>`,
+so a model is pretrained with the vocabulary of its conversations. Marks of another spelling, as
+`[INST]`, stay text. A tokenizer that is loaded keeps its vocabulary.
 
 The end of a reply is added to the ends of texts in generation_config.json, so that the tokenizer of
 a run and its exports have it.
@@ -62,7 +63,7 @@ def read_template(name: str) -> str:
 
 
 def special_tokens(template: str) -> tuple[str, ...]:
-    """The special tokens that a template writes, in their order.
+    """The special tokens of the form `<|name|>` that a template writes, in their order.
 
     >>> special_tokens("{{ '<|user|>' + m.content }}<|end|>{{ '<|user|>' }}")
     ('<|user|>', '<|end|>')
