@@ -13,6 +13,7 @@ NewtonSchulzAlgorithm = Literal["standard", "gram"]
 MuonTPMode = Literal["distributed", "blockwise"]
 MatmulPrecision = Literal["medium", "highest"]
 MUON_OPTIMIZERS = ("muon", "normuon", "muon_h")  # update rules that orthogonalize matrices
+FIXED_NORM_OPTIMIZERS = ("muon_h", "adam_h")  # update rules that fix the norms of matrices
 
 
 @dataclass(frozen=True)

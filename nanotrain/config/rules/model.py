@@ -7,6 +7,7 @@ from math import ceil
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_hybrid_pattern, read_mtp_patterns
+from nanotrain.config.optim import FIXED_NORM_OPTIMIZERS
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
@@ -49,6 +50,12 @@ def check_query_norms(c: Settings) -> Errors:
             "qk_clip with qk_l2_norm",
             why=no_effect,
             fix="leave out --qk-clip or --qk-l2-norm",
+        )
+    if c.optim.qk_clip and c.optim.optimizer in FIXED_NORM_OPTIMIZERS:
+        yield ConfigError(
+            f"qk_clip with --optimizer {c.optim.optimizer}",
+            why="the next update gives a clipped matrix its norm back",
+            fix="leave out --qk-clip, or set --optimizer muon",
         )
     if model.qk_l2_norm and model.qk_layernorm:
         yield ConfigError(

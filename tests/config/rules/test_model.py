@@ -121,6 +121,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
         ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm with qk_layernorm"),
         ({"qk_l2_norm": True, "qk_clip": True}, "qk_clip with qk_l2_norm"),
+        ({"optimizer": "adam_h", "qk_clip": True}, "qk_clip with --optimizer adam_h"),
         (SPARSE | {"attention_chunk_size": 8}, "dsa with attention_chunk_size 8"),
         (
             {"window_size": 4, "attention_chunk_size": 8},
