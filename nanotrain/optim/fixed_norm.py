@@ -5,7 +5,8 @@
     W = R V / ||V||
 
 u is the update of another rule, ||.|| the Frobenius norm. A matrix is sharded, so its ranks sum
-W.W, W.u and u.u in one all-reduce per axis, from which ||V|| follows.
+W.W, W.u and u.u in one all-reduce per axis, from which ||V|| follows. A matrix of zeros has R = 0
+and stays as it is.
 
 Source: Wen et al. 2026, "Hyperball Optimization" (arXiv 2606.16899), section 3.
 """
@@ -56,7 +57,8 @@ class FixedNorms:
         for owned in matrices:
             is_sharded = owned.matrix.sharded_dim is not None
             self._counts.append(is_sharded or owned.owner.tensor == groups.rank.tensor)
-        self._products: list[Tensor] = [_no_products(radius) for _ in matrices]
+        size = (len(matrices), NUM_PRODUCTS)
+        self._products = torch.zeros(size, dtype=torch.float64, device=radius.device)
 
     def add(self, matrix_id: int, weights: Tensor, *, update: Tensor) -> None:
         """Add products of elements of a matrix on this rank.
@@ -72,15 +74,15 @@ class FixedNorms:
         w = weights.double()
         u = update.to(w.device).double()
         products = torch.stack([w @ w, w @ u, u @ u])
-        self._products[matrix_id] = self._products[matrix_id] + products.to(device)
+        self._products[matrix_id] += products.to(device)
 
     def factors(self, step: UpdateStep) -> NormFactors:
         """Sum the products over the ranks of every matrix; returns the factors of the step.
 
         The first one sets R.
         """
-        products = torch.stack(self._products)
-        self._products = [_no_products(self.radius) for _ in self._counts]
+        products = self._products.clone()
+        self._products.zero_()
         for group in (self._groups.shard, self._groups.tensor):
             assert isinstance(group, Group), "a spec is for plans"
             all_reduce(products, group)
@@ -93,7 +95,3 @@ class FixedNorms:
         weight = radius / new_square.clamp(min=0.0).sqrt().clamp(min=TINY)
         applied = 1.0 - step.found_inf.double()
         return NormFactors(size * applied, torch.where(step.is_skipped, 1.0, weight))
-
-
-def _no_products(radius: Tensor) -> Tensor:
-    return torch.zeros(NUM_PRODUCTS, dtype=torch.float64, device=radius.device)

@@ -2,7 +2,8 @@
 
 directions    elementwise, on this rank's shards: state is updated, the direction goes into a buffer
 transform     at the owner of each matrix (`MatrixRoutes`); the pieces replace the directions
-main params   main = main * (1 - lr * weight_decay) - lr * scale * piece
+main params   main = main * (1 - lr * weight_decay) - lr * scale * piece, or the update of
+              fixed_norm.py
 """
 
 from collections.abc import Iterator, Sequence
