@@ -46,7 +46,7 @@ def implied_settings(
     """
     return [
         *implied_yarn(config.model, line),
-        *implied_expert_bias(config.model),
+        *implied_expert_bias(config.model, explicit),
         *implied_precision(config, line),
         *implied_sharding(line),
         *implied_trackers(config, explicit),
@@ -57,9 +57,11 @@ def implied_settings(
     ]
 
 
-def implied_expert_bias(model_config: ModelConfig) -> Iterator[Implied]:
+def implied_expert_bias(model_config: ModelConfig, explicit: frozenset[str]) -> Iterator[Implied]:
     """Quantile balancing sets the biases of experts."""
     moe = model_config.moe
+    if "model.moe.router_enable_expert_bias" in explicit:
+        return
     if moe is not None and moe.balances_quantiles and not moe.router_enable_expert_bias:
         why = "quantile_balancing sets the biases of experts"
         yield Implied("moe_router_enable_expert_bias", True, why)

@@ -131,3 +131,10 @@ def test_what_is_set_stays_and_the_smallest_cases_are_implied(arguments, key, va
 def test_a_tracker_that_is_switched_off_is_not_implied(arguments, name):
     with pytest.raises(ConfigError, match=f"{name} is off"):
         load(f"{DATA} {arguments}".split(), to_train=False)
+
+
+def test_a_setting_that_contradicts_what_another_implies_is_named():
+    flags = "--num-experts 4 --moe-router-load-balancing-type quantile_balancing"
+    words = [*DATA.split(), *flags.split(), "--no-moe-router-enable-expert-bias"]
+    with pytest.raises(ConfigError, match="quantile_balancing without moe_router_enable"):
+        load(words)
