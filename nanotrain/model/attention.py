@@ -90,7 +90,7 @@ class HeadAttention(nn.Module):
         value: Tensor,
         gate: Tensor | None,
         context: LayerContext,
-        index: Any = None,
+        core: Callable[..., Any] | None = None,
     ) -> Tensor:
         """Core attention, gate, output projection and dropout.
 
@@ -100,11 +100,9 @@ class HeadAttention(nn.Module):
             value: [B, S, G, Dv].
             gate: [B, S, N, Dv] or, one per head, [B, S, N, 1]; None without one.
             context: context of the microbatch.
-            index: index of a core attention that selects keys; None for one that has none.
+            core: core attention of the microbatch; None for that of the layer.
         """
-        core = self.core_attention
-        if index is not None:
-            core = partial(core, index=index)
+        core = core or self.core_attention
         mask = self.inputs(context).mask
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         attended = core(query, key=key, value=value, mask=mask, scores=scores)

@@ -123,7 +123,8 @@ class BlockSparseAttention(Attention):
         query, key = self.prepare_query_key(
             query, key, rotary=rotary, query_scale=context.query_scale
         )
-        return self.attend(query, key=key, value=value, gate=gate, context=context, index=index)
+        core = partial(self.core_attention, index=index)
+        return self.attend(query, key=key, value=value, gate=gate, context=context, core=core)
 
     def _index(self, hidden: Tensor, context: LayerContext) -> BlockIndex:
         """The index of a microbatch; of all blocks while it alone is trained."""
