@@ -35,7 +35,7 @@ class DataConfig:
 
     loss_weights: list[str] = option([], name="data_loss_weights")
     """NAME=WEIGHT for every corpus of the blend: its weight in the loss, whatever its share of the
-    samples is; unset: its share of the samples
+    samples is, if their numbers of targets are equal; unset: its share of the samples
     """
 
     split: str = option("969,30,1")

@@ -2,8 +2,8 @@
 
 A target token of a sample of corpus d counts w_d / q_d times in the loss, where w_d is the weight
 of d as a share of the weights of all corpora of the stage, and q_d the share of its samples. The
-loss is still divided by the number of target tokens, so its expectation is the sum over corpora of
-w_d times their loss, whatever the blend is.
+loss is still divided by the number of target tokens. Where samples of all corpora have equally many
+of them, its expectation is the sum over corpora of w_d times their loss, whatever the blend is.
 """
 
 import re

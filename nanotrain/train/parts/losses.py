@@ -91,7 +91,7 @@ class IndexerLoss(StepPart):
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:
             return None
-        # tp ranks count equal divergences
+        # every tp rank counts all tokens; with heads of an index, the divergences of its heads
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for sums in self._sums:
             total += sums
