@@ -168,7 +168,7 @@ def text_of_value(entry: Entry, value: Any) -> str | list[str] | None:
         return None
     if isinstance(value, bool):
         return str(value).lower()
-    if entry.name == "window_size" and isinstance(value, list | tuple):
+    if entry.name == "window_size" and isinstance(value, list | tuple) and value:
         return literal_text(value[0])  # keys before; there are none after
     if isinstance(value, list | tuple):
         texts = [literal_text(item) for item in value[:MAX_LIST]]

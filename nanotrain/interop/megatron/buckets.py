@@ -33,7 +33,8 @@ from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import whole_number
 
 ALIGNMENT = 64  # elements; a parameter begins at a multiple
-MAIN = "param"  # kind of the main parameters, beside exp_avg and exp_avg_sq
+MAIN = "param"  # kind of the main parameters
+MOMENT_KINDS = ("exp_avg", "exp_avg_sq")
 BUCKET = re.compile(
     r"(?:chained_(?P<chain>\d{1,2})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,6})"
     r"\.gbuf_idx_(?P<buffer>\d{1,4})\.dtype_[^/]{1,80}\.bucket_idx_(?P<bucket>\d{1,6})\.param"
@@ -147,10 +148,10 @@ class BucketState:
         for locations in placement.locations.values():
             for location in locations:
                 self._locations[location.key] = location
-        self._buffers = find_buffers(folder)
         experts = [loc for name, loc in placement.locations.items() if is_expert(name)]
         self._num_experts = max(map(len, experts), default=0)
         try:
+            self._buffers = find_buffers(folder)
             self._layout = Layout.from_arguments(arguments, placement.num_layers)
             self._fill()
             self._check()
@@ -327,12 +328,21 @@ class Bucket:
 
 
 def find_buffers(folder: TorchDistFolder) -> dict[BufferId, list[Bucket]]:
-    """The buckets of all buffers of a checkpoint, in order."""
+    """The buckets of all buffers of a checkpoint, in order.
+
+    Raises:
+        ValueError: a bucket without moments.
+    """
     found: dict[BufferId, dict[int, Bucket]] = {}
     for key, stored in folder.tensors.items():
         match = BUCKET.fullmatch(key)
         if match is None or len(stored.shape) != 1:
             continue
+        beginning = key.removesuffix(MAIN)
+        for kind in MOMENT_KINDS:
+            moment = folder.tensors.get(f"{beginning}{kind}")
+            if moment is None or moment.shape != stored.shape:
+                raise ValueError(f"{beginning}{kind} is missing, or of another shape than {MAIN}")
         buffer = BufferId(int(match["chain"] or 0), int(match["group"]), int(match["buffer"]))
         edges = frozenset(box.start[0] for box, _ in stored.chunks)
         bucket = Bucket(key.removesuffix(f".{MAIN}"), stored.shape[0], edges)

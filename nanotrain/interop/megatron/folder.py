@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.pickles import attributes_of, load_archive, unreadable_file
 from nanotrain.untrusted import (
@@ -20,6 +22,7 @@ from nanotrain.untrusted import (
     plain_text,
     read_file,
     shown,
+    text_of,
     unreadable,
     whole_number,
 )
@@ -112,6 +115,11 @@ def read_common_state(folder: Path) -> CommonState:
     try:
         content = object_of(state, "it")
         step = whole_number(content.get("iteration", 0), "iteration")
+        arguments = attributes_of(content.get("args"))
+        for name, value in arguments.items():
+            text_of(name, "the name of an argument")
+            if isinstance(value, Tensor):
+                raise ValueError(f"the argument {shown(name)} is a tensor")
     except ValueError as error:
         raise unreadable_file(str(file), str(error)) from None
-    return CommonState(attributes_of(content.get("args")), step, content)
+    return CommonState(arguments, step, content)

@@ -37,7 +37,7 @@ from nanotrain.interop.megatron.optimizer_state import (
     number_of,
     read_counters,
 )
-from nanotrain.interop.megatron.placement import EMBEDDING, Placement, find_prefix
+from nanotrain.interop.megatron.placement import Placement, embedding_rows
 from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.log import progress
 from nanotrain.quantities import count_of
@@ -124,8 +124,7 @@ def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
     require_torch_dist(folder)
     common = read_common_state(folder)
     tensors = TorchDistFolder(folder)
-    embedding = tensors.tensors[find_prefix(tensors) + EMBEDDING]
-    imported = config_of_arguments(common.arguments, num_rows=embedding.shape[0])
+    imported = config_of_arguments(common.arguments, num_rows=embedding_rows(tensors))
     placement = Placement(imported.config.model, tensors)
     state = None
     if optim:

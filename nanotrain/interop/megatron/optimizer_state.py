@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
@@ -79,10 +78,12 @@ def find_state(
     for key in placement.stored_keys:
         main = _find_beginning(folder, key, beginnings=MAIN_KEYS)
         if main is not None:
+            require_shape_of(folder, key, other=main + key)
             beginnings[MAIN][key] = main
         for kind, beginning in MOMENTS.items():
             found = _find_beginning(folder, key, beginnings=[beginning])
             if found is not None:
+                require_shape_of(folder, key, other=found + key)
                 beginnings[kind][key] = found
             elif not key.endswith("expert_bias"):
                 missing.append(f"{beginning}{key}")
@@ -96,6 +97,27 @@ def find_state(
             fix="import the weights alone, with --no-optim",
         )
     return KeyedState(folder, beginnings)
+
+
+def require_shape_of(folder: TorchDistFolder, key: str, *, other: str) -> None:
+    """Check that a state has the shape of its weight.
+
+    Args:
+        folder: the checkpoint.
+        key: key of the weight.
+        other: key of the state.
+
+    Raises:
+        CheckpointError: it has another one.
+    """
+    expected = folder.tensors[key].shape
+    found = folder.tensors[other].shape
+    if found != expected:
+        raise CheckpointError(
+            f"{plain_text(other)} in {folder.folder} has the shape {found}",
+            why=f"its weight has {expected}",
+            fix="import the weights alone, with --no-optim",
+        )
 
 
 def refuse_other_forms(folder: TorchDistFolder) -> None:
@@ -143,6 +165,8 @@ def read_counters(folder: TorchDistFolder, common: CommonState) -> Counters:
         scheduler = common.state.get("opt_param_scheduler") or {}
         if not isinstance(scheduler, dict):
             raise ValueError("opt_param_scheduler is no dictionary")
+        if "num_steps" in scheduler:
+            whole_number(scheduler["num_steps"], "num_steps of opt_param_scheduler")
         if len(steps) > 1:
             raise ValueError(f"parameters have different numbers of updates: {sorted(steps)}")
         scale = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
@@ -185,10 +209,18 @@ def steps_of(state: Mapping[str, Any]) -> set[int]:
     return steps
 
 
+def plain_number(value: Any, name: str) -> Any:
+    """The value of a tensor with one element; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of {value.numel():,} values, it must have one")
+    return value.item()
+
+
 def number_of(value: Any, name: str) -> int:
     """A whole number, which may be in a tensor or a float."""
-    if isinstance(value, torch.Tensor):
-        value = value.item()
+    value = plain_number(value, name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return whole_number(value, name)
@@ -198,11 +230,8 @@ def loss_scale_of(scaler: Any) -> dict[str, Any]:
     """The state of the loss scale from that of a gradient scaler."""
     if not isinstance(scaler, dict):
         raise ValueError("grad_scaler is no dictionary")
-    scale = scaler["scale"]
-    if isinstance(scale, torch.Tensor):
-        scale = scale.item()
     return {
-        "scale": finite_number(scale, "scale", low=1e-30),
+        "scale": finite_number(plain_number(scaler["scale"], "scale"), "scale", low=1e-30),
         "is_dynamic": "growth_tracker" in scaler,
         "clean_steps": number_of(scaler.get("growth_tracker", 0), "growth_tracker"),
         "overflows_left": number_of(scaler.get("hysteresis_tracker", 1), "hysteresis_tracker"),

@@ -19,7 +19,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nanotrain.errors import CheckpointError
-from nanotrain.untrusted import open_file, plain_text, read_file, unreadable
+from nanotrain.untrusted import MAX_DEPTH, open_file, plain_text, read_file, unreadable
 
 MAX_ARCHIVE_BYTES = 1 << 32  # of a file that is read whole
 MAX_METADATA_BYTES = 1 << 30
@@ -115,7 +115,9 @@ def load_archive(source: Path | bytes, *, shown: str) -> Any:
         require_known(names, shown=shown)
         classes: list[Any] = [(record_class(name), name) for name in names]
         with safe_globals(classes):
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        require_shallow(value)
+        return value
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
@@ -124,6 +126,31 @@ def load_archive(source: Path | bytes, *, shown: str) -> Any:
         raise unreadable_file(shown, "it is no archive that a restricted reader takes") from None
     except Exception as error:  # what a damaged archive makes torch raise has no common class
         raise unreadable_file(shown, f"{type(error).__name__}: {error}") from None
+
+
+def require_shallow(value: Any) -> None:
+    """Check that values are not nested deeper than MAX_DEPTH, nor within themselves.
+
+    Raises:
+        ValueError: they are.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        # a value that stands in several places is looked at once
+        inner = {id(item): item for outer in level for item in _items_of(outer)}
+        level = list(inner.values())
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """The values in a dict, list, tuple or set, or among the attributes of a `Record`."""
+    if isinstance(value, Record):
+        return value.attributes.values()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple | set) else ()
 
 
 def require_known(names: Iterable[str], *, shown: str) -> None:

@@ -232,6 +232,23 @@ def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def embedding_rows(folder: TorchDistFolder) -> int:
+    """The rows of the word embedding, padding included.
+
+    Raises:
+        CheckpointError: there is none, or it is no matrix.
+    """
+    key = find_prefix(folder) + EMBEDDING
+    shape = folder.tensors[key].shape
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"{key} in {folder.folder} has the shape {shape}",
+            why="a word embedding has two dims, tokens and channels",
+            fix="copy the checkpoint again, or use another step of the run",
+        )
+    return shape[0]
+
+
 def find_prefix(folder: TorchDistFolder) -> str:
     """What the keys of weights have in front, as "module." of a model that was not unwrapped.
 

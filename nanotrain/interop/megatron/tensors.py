@@ -28,7 +28,15 @@ from nanotrain.interop.megatron.pickles import (
     unreadable_file,
 )
 from nanotrain.spec.boxes import Box
-from nanotrain.untrusted import LARGEST, open_file, plain_file_name, shown, unreadable, whole_number
+from nanotrain.untrusted import (
+    LARGEST,
+    open_file,
+    plain_file_name,
+    shown,
+    text_of,
+    unreadable,
+    whole_number,
+)
 
 METADATA = ".metadata"
 MAX_DIMS = 8
@@ -78,7 +86,8 @@ class TorchDistFolder:
     def _read_index(self, index: Mapping[str, Any]) -> None:
         """Fill the tables of tensors and objects; ValueError names what is wrong."""
         extents = _extents(index["storage_data"])
-        for key, entry in index["state_dict_metadata"].items():
+        for name, entry in index["state_dict_metadata"].items():
+            key = text_of(name, "a key")
             fields = attributes_of(entry)
             if "chunks" not in fields:
                 extent = extents.get((key, None))

@@ -78,6 +78,44 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda step: (step / name).unlink()
 
 
+def deep_list(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless_list() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def unnamed_argument(step: Path) -> None:
+    names = Namespace(**ARGUMENTS)
+    vars(names)[3] = 3  # type: ignore[index]
+    write_common(step, args=names)
+
+
+def unnamed_tensor(step: Path) -> None:
+    change_index(step, lambda tensors: tensors.update({3: next(iter(tensors.values()))}))
+
+
+def embedding_without_dims(step: Path) -> None:
+    def change(tensors: dict[Any, Any]) -> None:
+        entry = tensors["embedding.word_embeddings.weight"]
+        entry.size = torch.Size([])
+        entry.chunks = []
+
+    change_index(step, change)
+
+
+def change_index(step: Path, change: Callable[[dict[Any, Any]], None]) -> None:
+    index = pickle.loads((step / ".metadata").read_bytes())  # it is ours
+    change(index.state_dict_metadata)
+    (step / ".metadata").write_bytes(pickle.dumps(index))
+
+
 FUNCTIONS = [os.system, eval, exec, os.popen, shutil.rmtree, print, __import__, open]
 DATA = "__0_0.distcp"
 BROKEN: list[Callable[[Path], None]] = [
@@ -109,6 +147,14 @@ BROKEN: list[Callable[[Path], None]] = [
     arguments(num_experts=4),
     arguments(norm_epsilon=float("nan")),
     arguments(moe_layer_freq=[1] * 100_000, num_experts=2),
+    arguments(window_size=[], hidden_dropout="${oc.env:HOME}"),
+    arguments(normalization="${oc.env:HOME}"),
+    arguments(hidden_size=torch.tensor([32, 32])),
+    arguments(window_size=deep_list(200)),
+    unnamed_argument,
+    unnamed_tensor,
+    embedding_without_dims,
+    lambda step: write_common(step, optimizer=endless_list()),
     lambda step: write_common(step, args=None),
     lambda step: write_common(step, iteration=-3),
     lambda step: (step.parent / "latest_checkpointed_iteration.txt").write_text("../.."),

@@ -9,7 +9,7 @@ import torch
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.folder import CommonState
-from nanotrain.interop.megatron.optimizer_state import read_counters, refuse_other_forms
+from nanotrain.interop.megatron.optimizer_state import find_state, read_counters, refuse_other_forms
 
 
 def counters_of(optimizer: Any, **state: Any) -> Any:
@@ -52,11 +52,32 @@ def test_the_loss_scale() -> None:
         {"param_groups": [{"step": -1}]},
         {"grad_scaler": {"scale": float("nan")}},
         {"grad_scaler": 3},
+        {"grad_scaler": {"scale": torch.ones(2)}},
+        {"param_groups": [{"step": torch.ones(2)}]},
     ],
 )
 def test_what_is_no_counter_is_one_error(optimizer: Any) -> None:
     with pytest.raises(CheckpointError, match="counters of the optimizer in iter_0000009"):
         counters_of(optimizer)
+
+
+@pytest.mark.parametrize("position", [None, "far", 1.5])
+def test_the_position_of_the_schedules_is_checked_before_anything_is_written(position: Any) -> None:
+    with pytest.raises(CheckpointError, match="num_steps of opt_param_scheduler"):
+        counters_of({}, opt_param_scheduler={"num_steps": position})
+
+
+def test_a_moment_has_the_shape_of_its_weight() -> None:
+    key = "decoder.weight"
+    tensors = {
+        key: SimpleNamespace(shape=(4, 2)),
+        f"optimizer.state.exp_avg.{key}": SimpleNamespace(shape=(4, 3)),
+        f"optimizer.state.exp_avg_sq.{key}": SimpleNamespace(shape=(4, 2)),
+    }
+    folder: Any = SimpleNamespace(folder=Path("iter"), tensors=tensors, objects={})
+    placement: Any = SimpleNamespace(stored_keys=[key])
+    with pytest.raises(CheckpointError, match=r"exp_avg.decoder.weight in iter has the shape"):
+        find_state(folder, placement, arguments={})
 
 
 def test_buffers_of_a_layout_are_refused_by_name() -> None:
