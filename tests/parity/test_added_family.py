@@ -12,6 +12,7 @@ import yaml
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf import families
 from nanotrain.interop.hf.canonical import canonical
+from nanotrain.interop.hf.derive.folder import derive_family
 from nanotrain.interop.hf.families import FAMILIES, model_from_hf
 from nanotrain.interop.hf.folder_row import ROW_FILE
 from nanotrain.parity import added_family
@@ -103,6 +104,85 @@ def test_what_is_missing_is_named_and_nothing_is_written(tmp_path: Path) -> None
     with pytest.raises(HuggingFaceError, match="foo_gain: true, read by MineAttention"):
         add_family(folder, output=None, in_tree=False)
     assert not (folder / ROW_FILE).exists()
+
+
+ROTATE = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "entries", "named"),
+    [
+        (
+            ROTATE,
+            f"if self.config.use_rope:\n            {ROTATE}",
+            {"use_rope": False},
+            "config.json has use_rope: false, read by MineAttention",
+        ),
+        (
+            "self.scaling = self.head_dim**-0.5",
+            "self.scaling = self.head_dim**-0.5\n        self.gain = args.foo_gain",
+            {"foo_gain": 2.5},
+            "config.json has foo_gain: 2.5",
+        ),
+        (
+            "eps=config.rms_norm_eps",
+            "eps=config.layer_norm_eps",
+            {},
+            "an entry for the epsilon of norms: MineRMSNorm(config.hidden_size, "
+            "eps=config.layer_norm_eps)",
+        ),
+        ("eps=config.rms_norm_eps", "eps=1e-3", {}, "an entry for the epsilon of norms"),
+        (
+            "attn_output = self.o_proj(attn_output)",
+            "attn_output = self.o_proj(attn_output) * self.config.foo_gain",
+            {},
+            "that config.json does not have: foo_gain, read by MineAttention",
+        ),
+        (
+            "attn_output = self.o_proj(attn_output)",
+            "attn_output = self.o_proj(attn_output) * getattr(self.config, 'foo_gain', 2)",
+            {},
+            "that config.json does not have: foo_gain, read by MineAttention",
+        ),
+    ],
+)
+def test_code_that_may_compute_something_else_is_refused_where_nothing_is_compared(
+    old: str, new: str, entries: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    """A switch that is off, other names of a configuration, and values that config.json lacks."""
+    folder = write_own_code(tmp_path)
+    path = folder / "modeling_mine.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    change_config(folder, **entries)
+    with pytest.raises(HuggingFaceError) as caught:
+        add_family(folder, output=None, in_tree=False)
+    assert named in str(caught.value)
+    assert not (folder / ROW_FILE).exists()
+
+
+def test_an_entry_that_only_the_configuration_computes_with_is_used(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    path = folder / "configuration_mine.py"
+    lines = "    norm_eps: float = 1e-6\n    pretraining_tp"
+    text = path.read_text().replace("    pretraining_tp", lines)
+    path.write_text(text)
+    change_config(folder, norm_eps=0.01)
+    assert "norm_eps" in derive_family(folder).row["passed_over"]
+    body = "def __post_init__(self, **kwargs):\n"
+    assert body in text
+    path.write_text(text.replace(body, f"{body}        self.rms_norm_eps = self.norm_eps\n"))
+    with pytest.raises(HuggingFaceError, match="config.json has norm_eps: 0.01"):
+        add_family(folder, output=None, in_tree=False)
+
+
+def test_defaults_of_another_class_of_the_file_are_not_taken(tmp_path: Path) -> None:
+    folder = write_own_code(tmp_path)
+    path = folder / "configuration_mine.py"
+    other = "\nclass MineVisionConfig:\n    def __init__(self, rms_norm_eps=0.5): ...\n"
+    path.write_text(path.read_text() + other)
+    added = add_family(folder, output=None, in_tree=False)
+    assert added.row["defaults"]["rms_norm_eps"] == 1e-6
 
 
 def test_a_tensor_without_a_module_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanotrain.interop.hf.config_class import Entries
+from nanotrain.interop.hf.derive.configuration import ConfigurationText
 from nanotrain.interop.hf.derive.source import ModelingSource
 from nanotrain.interop.hf.derive.tensors import TensorTable
 from nanotrain.untrusted import plain_text, shown
@@ -58,6 +59,7 @@ class Findings:
         notes: what was concluded and may be wrong.
         defaults: entries of a model whose config.json has none.
         unproven: entries whose value is supported if a comparison with transformers says so.
+        configuration: the text of the configuration class; None if transformers has the class.
         norms: norms of a block by their names in the code -> their modules.
     """
 
@@ -72,6 +74,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     defaults: Row = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
+    configuration: ConfigurationText | None = None
     norms: dict[str, str] = field(default_factory=dict)
 
     @property

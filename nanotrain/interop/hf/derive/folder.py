@@ -5,8 +5,7 @@ candidates      the rows that the findings leave, the likeliest first
 nearest_family  the known family with most names and entries in common
 """
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import islice, product
 from pathlib import Path
@@ -20,13 +19,10 @@ from nanotrain.interop.hf.config_class import (
     understand,
     without_effect,
 )
+from nanotrain.interop.hf.derive.configuration import ConfigurationText, read_configuration
 from nanotrain.interop.hf.derive.findings import STANDARD, Findings, Row
 from nanotrain.interop.hf.derive.row import derive_row
-from nanotrain.interop.hf.derive.source import (
-    MAX_SOURCE_BYTES,
-    UNPARSABLE,
-    read_source,
-)
+from nanotrain.interop.hf.derive.source import ModelingSource, read_source
 from nanotrain.interop.hf.derive.tensors import TensorTable, read_table
 from nanotrain.interop.hf.families import (
     DAMAGE,
@@ -37,7 +33,7 @@ from nanotrain.interop.hf.families import (
 )
 from nanotrain.interop.hf.layer_types import FULL
 from nanotrain.interop.hf.weights import HEADS, INDEX, PICKLES, SINGLE, WeightFiles
-from nanotrain.untrusted import own_file, plain_text, read_file
+from nanotrain.untrusted import plain_text
 
 MAX_CANDIDATES = 8
 OFF: tuple[Any, ...] = (
@@ -69,10 +65,14 @@ def derive_family(folder: Path) -> Findings:
     architecture, class_name = _architectures(kind, raw)
     source = read_source(folder, kind=kind, architecture=class_name)
     try:
-        entries, row = _read_entries(folder, kind, raw=raw)
+        configuration = None
+        if not has_class(kind):
+            configuration = read_configuration(folder, raw=raw, kind=kind)
+        entries, row = _read_entries(kind, raw, configuration=configuration)
         table = _read_tensors(folder, kind, entries=entries)
         f = Findings(kind, architecture, entries, table, source, row=row)
-        f.defaults = row["defaults"] if "without_class" in row else class_defaults(kind)
+        f.configuration = configuration
+        f.defaults = row["defaults"] if configuration else class_defaults(kind)
         if table.num_later_layers:
             row["ignores_later_layers"] = True
             f.notes.append(f"{table.num_later_layers} layers after the last one are not read")
@@ -141,47 +141,21 @@ def _architectures(kind: str, raw: Mapping[str, Any]) -> tuple[str, str]:
     return own or installed, installed or own
 
 
-def _read_entries(folder: Path, kind: str, *, raw: dict[str, Any]) -> tuple[Any, Row]:
+def _read_entries(
+    kind: str, raw: dict[str, Any], *, configuration: ConfigurationText | None
+) -> tuple[Any, Row]:
     """The entries with defaults, and the row's tables about them.
 
     Defaults are those of transformers' class. Without one they are the literal defaults in the
-    text of the folder's configuration file.
+    text of the folder's configuration class.
     """
-    if has_class(kind):
+    if configuration is None:
         return understand(raw), {}
-    defaults: dict[str, Any] = {}
-    for path in sorted(folder.glob("configuration_*.py")):
-        defaults |= _literal_defaults(path)
     ignored = without_effect(kind)
-    defaults = {name: value for name, value in defaults.items() if name not in ignored}
+    defaults = {
+        name: value for name, value in configuration.defaults.items() if name not in ignored
+    }
     return Entries(defaults | raw), {"without_class": True, "defaults": defaults}
-
-
-def _literal_defaults(path: Path) -> dict[str, Any]:
-    """Literal defaults of the arguments of every constructor in a file, read as text."""
-    try:
-        module = ast.parse(read_file(own_file(path), most=MAX_SOURCE_BYTES))
-    except (OSError, *UNPARSABLE):
-        return {}
-    defaults: dict[str, Any] = {}
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            defaults |= dict(_defaults_of(node.args))
-    return defaults
-
-
-def _defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:
-    """Names and values of arguments whose default is a plain number, text or None."""
-    positional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
-    pairs = [*zip(positional, arguments.defaults, strict=True)]
-    pairs += [
-        (argument, default)
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is not None
-    ]
-    for argument, default in pairs:
-        if isinstance(default, ast.Constant):
-            yield argument.arg, default.value
 
 
 def has_weights(folder: Path) -> bool:
@@ -251,24 +225,50 @@ def _account_for_entries(f: Findings) -> None:
     unread = f.entries.keys() - f.entries.was_read - without_effect(f.kind)
     for entry in sorted(unread):
         _account_for(f, entry)
+    if f.configuration is not None and f.source is not None:
+        _require_values(f, f.source, names=f.configuration.aliases)
 
 
 def _account_for(f: Findings, entry: str) -> None:
     """Decide about one entry that the row does not read."""
     value = dict.__getitem__(f.entries, entry)
-    is_used = f.source is None or entry in f.source.reads
-    if not is_used:
+    is_compared = f.configuration is None
+    if not _is_used(f, entry, value=value):
         if value != f.defaults.get(entry, f):
             passed_over: list[str] = f.row.setdefault("passed_over", [])
             passed_over.append(entry)
-    elif _is_off(value):
+    elif _is_off(value) and is_compared:
         f.require(entry, value)
         f.notes.append(f"{entry}: taken as off at {value}; another value is refused")
-    elif isinstance(value, bool | str) or (type(value) is int and value == 1):
+    elif _is_off(value) or isinstance(value, bool | str) or value == 1:
+        # the code may do something where a switch is off: only a comparison tells
         f.require(entry, value)
         f.unproven.append(entry)
     else:
         f.lack("the meaning of an entry", asked_by=f.place_of(entry))
+
+
+def _is_used(f: Findings, entry: str, *, value: Any) -> bool:
+    """Whether code may use an entry; where nothing is compared, whether any of it names it."""
+    if f.source is None or entry in f.source.reads:
+        return True
+    if f.configuration is None:
+        return False
+    if f.source.mentions(entry):
+        return True
+    has_other_value = value != f.defaults.get(entry, f)
+    return has_other_value and entry in f.configuration.computes
+
+
+def _require_values(f: Findings, source: ModelingSource, *, names: frozenset[str]) -> None:
+    """Every entry that the code reads has a value in config.json, or a default that was read."""
+    from transformers import PreTrainedConfig
+
+    known = f.entries.keys() | names | set(dir(PreTrainedConfig())) | without_effect(f.kind)
+    for entry in sorted(source.reads.keys() - known):
+        if entry in source.needed or entry not in f.entries.was_read:
+            place = f"{entry}, read by {source.reads[entry]}"
+            f.lack("the value of an entry that config.json does not have", asked_by=place)
 
 
 def _is_off(value: Any) -> bool:

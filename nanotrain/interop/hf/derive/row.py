@@ -109,9 +109,11 @@ def add_norms(f: Findings) -> None:
         f.add_part("hyperclovax")
     elif placement != "pre":
         f.fix("norm_placement", placement)
-    if f.source is not None:
-        for attribute in attributes[:1]:
-            _add_norm_kind(f, f.source.constructor(attribute))
+    if f.source is None:
+        _require_epsilon(f, "rms_norm_eps", code="config.rms_norm_eps")
+        return
+    for attribute in attributes[:1]:
+        _add_norm_kind(f, f.source.constructor(attribute))
 
 
 def _add_norm_kind(f: Findings, constructor: str) -> None:
@@ -122,10 +124,19 @@ def _add_norm_kind(f: Findings, constructor: str) -> None:
         f.table_of("renamed")["rms_norm_eps"] = epsilon[1]
     name = constructor.partition("(")[0]
     text = f.source.texts.get(name, "")
+    _require_epsilon(f, epsilon[1] if epsilon else "rms_norm_eps", code=constructor + text)
     if re.search(r"nn\.LayerNorm|layer_norm\(| - mean", constructor + text):
         f.fix("normalization", "LayerNorm")
     if re.search(r"1(\.0)? \+ self\.weight|self\.weight \+ 1", text):
         f.fix("apply_layernorm_1p", True)
+
+
+def _require_epsilon(f: Findings, entry: str, *, code: str) -> None:
+    """Where nothing is compared, the epsilon has to be an entry that the code of norms reads."""
+    if f.configuration is None:
+        return
+    if entry not in f.entries or not re.search(rf"config\.{entry}\b", code):
+        f.lack("an entry for the epsilon of norms", asked_by=code.partition("\n")[0])
 
 
 def add_activation(f: Findings) -> None:

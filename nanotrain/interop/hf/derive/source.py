@@ -70,6 +70,16 @@ class ModelingSource:
         return first_reads
 
     @cached_property
+    def needed(self) -> set[str]:
+        """Entries of `reads` that the code reads without a default, or with one of its own."""
+        nodes = [node for part in self.parts.values() for node in ast.walk(part)]
+        return {_read_entry(node) for node in nodes if not _has_open_default(node)} - {""}
+
+    def mentions(self, entry: str) -> bool:
+        """Whether the code has an attribute or a text of this name, of whatever object."""
+        return re.search(rf"[.'\"]{re.escape(entry)}\b", self.text) is not None
+
+    @cached_property
     def block(self) -> ast.ClassDef | None:
         """The class of a layer: the one with norms and attention beside an MLP."""
         for part in self.parts.values():
@@ -204,6 +214,14 @@ def _read_entry(node: ast.AST) -> str:
     if has_name and _is_config(node.args[0]):
         return str(node.args[1].value)  # type: ignore[attr-defined]
     return ""
+
+
+def _has_open_default(node: ast.AST) -> bool:
+    """Whether a `getattr` falls back to None or to an expression, which a rule may know."""
+    if not isinstance(node, ast.Call) or len(node.args) < 3:
+        return False
+    default = node.args[2]
+    return not isinstance(default, ast.Constant) or default.value is None
 
 
 def _is_config(node: ast.AST) -> bool:

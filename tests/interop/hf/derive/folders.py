@@ -59,6 +59,7 @@ def write_own_code(folder: Path, name: str = "llama") -> Path:
     write_folder(folder, name)
     for module, file in ((modeling_llama, "modeling"), (configuration_llama, "configuration")):
         text = Path(str(module.__file__)).read_text().replace("Llama", "Mine")
+        text = text.replace('model_type = "llama"', 'model_type = "mine"')
         text = re.sub(r"^from __future__.*\n", "", text, flags=re.MULTILINE)
         (folder / f"{file}_mine.py").write_text(HARM + text)
     change_config(folder, model_type="mine", architectures=["MineForCausalLM"])

@@ -78,6 +78,7 @@ def test_literal_defaults_of_a_configuration_file_are_read_as_text(tmp_path: Pat
     folder = write_own_code(tmp_path)
     (folder / "configuration_mine.py").write_text(
         "raise SystemExit\nclass MineConfig:\n"
+        "    model_type = 'mine'\n"
         "    def __init__(self, rms_norm_eps=1e-3, x=[], *, foo_rate=0.25): ...\n"
     )
     findings = derive_family(folder)
