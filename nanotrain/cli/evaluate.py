@@ -195,7 +195,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.plan.plan import plan_run
         from nanotrain.prepare.chat import ChatTemplate
         from nanotrain.train.evaluate import evaluate_model, score_model
-        from nanotrain.train.inputs import read_tasks
+        from nanotrain.train.open_tasks import read_tasks
 
     launch = Launch.of(os.environ)
     start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it

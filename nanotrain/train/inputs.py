@@ -17,7 +17,6 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from nanotrain.checkpoint.store import (
 )
 from nanotrain.checkpoint.stored import fetched, mirror
 from nanotrain.config.config import Config, DataConfig, TrainConfig
-from nanotrain.config.data_stages import read_named
 from nanotrain.config.load import Loaded
 from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
@@ -47,21 +45,21 @@ from nanotrain.data.build import named_corpora
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path, split_documents
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.run_tokenizer import first_blend, remote_name_of, tokenizer_of, uses_quickstart
 from nanotrain.data.same_tokenizer import require_run_tokenizer
-from nanotrain.data.tasks import ChatPrompt, Task, read_task
-from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
+from nanotrain.data.tasks import Task
+from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import changed_positions, free_keys
 from nanotrain.log import get_logger
-from nanotrain.paths import Address, require_path
+from nanotrain.paths import Address
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder, within_timeout
 from nanotrain.storage.remote import is_address, parse
 from nanotrain.train.open_data import open_datasets, saved_start
+from nanotrain.train.open_tasks import read_tasks
 from nanotrain.train.run import RunInputs
 from nanotrain.waiting import named_wait
 
@@ -89,6 +87,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     folder = RunFolder.of(loaded.config)
     _fetch(loaded.config, folder)
     config = _own_checkpoints_first(loaded.config, folder)
+    _require_weights(config, folder)
     config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
@@ -120,20 +119,10 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 
 
 def _own_checkpoints_first(config: Config, folder: RunFolder) -> Config:
-    """The configuration of a start: a fine-tuning that has checkpoints goes on from them.
-
-    Raises:
-        ConfigError: a fine-tuning has no weights.
-    """
+    """The configuration of a start: a fine-tuning that has checkpoints goes on from them."""
     options = config.checkpoint
     load = _load_path(config)
     entries = step_entries(folder.checkpoints)
-    if config.data.sft and not (load or options.pretrained_checkpoint or entries):
-        raise ConfigError(
-            "--sft without weights to start from",
-            why=f"a new model has nothing to fine-tune, and {folder.path} has no checkpoint",
-            fix="set --load RUN or --pretrained-checkpoint FOLDER",
-        )
     if load is None or not entries or not options.finetune or not options.auto_resume:
         return config
     if load.resolve().is_relative_to(folder.path.resolve()):
@@ -143,10 +132,40 @@ def _own_checkpoints_first(config: Config, folder: RunFolder) -> Config:
     return replace(config, checkpoint=replace(options, load=None, finetune=False))
 
 
+def _require_weights(config: Config, folder: RunFolder) -> None:
+    """Check that a fine-tuning has weights to start from.
+
+    Raises:
+        ConfigError: it would start with random ones.
+    """
+    options = config.checkpoint
+    is_named = options.load is not None or options.pretrained_checkpoint is not None
+    if not config.data.sft or is_named or _goes_on(config, folder):
+        return
+    why = f"{folder.path} has no checkpoint"
+    if not options.auto_resume:
+        why = f"--no-auto-resume goes on from no checkpoint of {folder.path}"
+    raise ConfigError(
+        "--sft without weights to start from",
+        why=f"a new model has nothing to fine-tune, and {why}",
+        fix="set --load RUN or --pretrained-checkpoint FOLDER",
+    )
+
+
 def _goes_on(config: Config, folder: RunFolder) -> bool:
     """Whether the start goes on from a checkpoint of the run folder; every rank finds the same."""
     options = config.checkpoint
     return options.auto_resume and options.load is None and bool(step_entries(folder.checkpoints))
+
+
+def _may_go_on_from_storage(config: Config, folder: RunFolder) -> bool:
+    """Whether the start goes on from the run's checkpoints in object storage if it has some.
+
+    They are not known before the ranks have fetched them.
+    """
+    options = config.checkpoint
+    is_own_first = options.load is None or options.finetune
+    return folder.remote is not None and options.auto_resume and is_own_first
 
 
 def check_local_files(loaded: Loaded) -> None:
@@ -158,7 +177,11 @@ def check_local_files(loaded: Loaded) -> None:
         NanotrainError: a corpus, a tokenizer, a checkpoint or a model folder that cannot be used,
             or a split without training documents.
     """
-    config = _own_checkpoints_first(loaded.config, RunFolder.of(loaded.config))
+    folder = RunFolder.of(loaded.config)
+    config = _own_checkpoints_first(loaded.config, folder)
+    is_start_known = not _may_go_on_from_storage(config, folder)
+    if is_start_known:
+        _require_weights(config, folder)
     data = config.data
     for entry in named_corpora(data):
         if isinstance(entry.prefix, Address):
@@ -173,10 +196,12 @@ def check_local_files(loaded: Loaded) -> None:
     remote = remote_name_of(data)
     if remote is None or Path(remote).is_absolute():
         _find_tokenizer(data, config.train)
-    checkpoint = config.checkpoint
-    if checkpoint.load is not None and not is_address(checkpoint.load):
-        named_checkpoint(Path(checkpoint.load))
-    if not is_address(checkpoint.pretrained_checkpoint or checkpoint.load or ""):
+    pretrained = config.checkpoint.pretrained_checkpoint
+    load = config.checkpoint.load if is_start_known else None
+    if load is not None and not is_address(load):
+        named_checkpoint(Path(load))
+    is_here = not is_address(pretrained or load or "")
+    if is_here and (is_start_known or pretrained is not None):
         with_known_model(config, loaded.explicit)
 
 
@@ -203,71 +228,6 @@ def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> t
         is_pretrained=config.checkpoint.pretrained_checkpoint is not None,
         seq_length=config.data.seq_length,
     )
-
-
-def read_tasks(
-    train: TrainConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    is_pretrained: bool = True,
-    seq_length: int | None = None,
-    chat: ChatPrompt | None = None,
-) -> tuple[Task, ...]:
-    """Read the tasks of `eval_tasks`, and say which rows are longer than a sequence.
-
-    Args:
-        train: settings of the tasks.
-        tokenizer: tokenizer of the model; None if unknown.
-        is_pretrained: as in `prompt_tokenizer`.
-        seq_length: input tokens of a row at most; None for any number.
-        chat: as in `read_task`.
-
-    Raises:
-        ConfigError: a task without a name, or without a tokenizer.
-        DataError: a file is no task.
-    """
-    files = read_named(train.eval_tasks)
-    if train.eval_tasks and not files:
-        raise ConfigError(
-            f"the task {train.eval_tasks[0]} has no name",
-            why="scores are logged by name",
-            fix="write NAME=FILE.jsonl",
-        )
-    if not files:
-        return ()
-    if tokenizer is None:
-        raise ConfigError(
-            "tasks need a tokenizer",
-            why="the questions are text, and the model's tokenizer is unknown",
-            fix="name it with --tokenizer-model, or --tokenizer",
-        )
-    read = partial(
-        read_task,
-        tokenizer=prompt_tokenizer(tokenizer, is_pretrained=is_pretrained),
-        num_fewshot=train.eval_num_fewshot,
-        limit=train.eval_task_limit,
-        chat=chat,
-    )
-    for file in files.values():
-        require_path(file)
-    tasks = tuple(read(name, Path(file)) for name, file in files.items())
-    if seq_length is not None:
-        for task in tasks:
-            _log_cut_rows(task, seq_length)
-    return tasks
-
-
-def _log_cut_rows(task: Task, seq_length: int) -> None:
-    """Say how many rows of a task are longer than a sequence."""
-    num_cut = task.count_longer(seq_length)
-    if num_cut:
-        log.info(
-            "task %s: of %s of %s only the last %s tokens are read (seq_length)",
-            task.name,
-            num_cut,
-            count_of(len(task.rows), "row"),
-            seq_length,
-        )
 
 
 def with_known_model(config: Config, explicit: frozenset[str]) -> Config:

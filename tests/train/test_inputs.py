@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from nanotrain.checkpoint import store
-from nanotrain.config.config import Config, TrainConfig
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.data.corpus_info import CorpusInfo, write_info
-from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +28,7 @@ from nanotrain.plan.plan import plan_run
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.inputs import _file_lock, open_inputs, read_tasks
+from nanotrain.train.inputs import _file_lock, open_inputs
 from nanotrain.train.run import RunInputs
 from tests.config.asking import config_of
 from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train
@@ -291,6 +290,32 @@ def test_a_fine_tuning_without_weights_is_an_error(tmp_path):
             start(loaded)
 
 
+def test_a_fine_tuning_that_goes_on_from_no_own_checkpoint_needs_weights(saved, tmp_path):
+    folder, _ = saved
+    shutil.copytree(folder, tmp_path / "run")
+    line = ["--data-path", str(write_corpus(tmp_path / "text")), "--vocab-size", "260", "--sft"]
+    loaded = load([*line, "--run-dir", str(tmp_path / "run"), "--no-auto-resume"])
+    for start in (open_inputs, inputs_module.check_local_files):
+        with pytest.raises(ConfigError, match="--sft without .* --no-auto-resume goes on from no "):
+            start(loaded)
+    inputs_module.check_local_files(load([*line, "--run-dir", str(tmp_path / "run")]))
+
+
+def test_a_launcher_leaves_checkpoints_in_storage_to_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a machine without local files of the run
+    corpus = ["--data-path", str(write_corpus(tmp_path / "text")), "--vocab-size", "260"]
+    line = [*corpus, "--run-dir", "s3://bucket/run"]
+    gone = ["--load", str(tmp_path / "gone")]
+    # as in the command of its first start, the weights of which the run needs no more
+    for more in (["--sft"], ["--use-checkpoint-args", "--rope-scaling-factor", "4"]):
+        inputs_module.check_local_files(load([*line, *more]))
+        inputs_module.check_local_files(load([*line, *more, *gone, "--finetune"]))
+        with pytest.raises(CheckpointError, match="gone"):
+            inputs_module.check_local_files(load([*line, *more, *gone]))
+    with pytest.raises(ConfigError, match="--sft without weights"):
+        inputs_module.check_local_files(load([*line, "--sft", "--no-auto-resume"]))
+
+
 def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(
     saved, tmp_path, monkeypatch
 ):
@@ -373,22 +398,3 @@ def test_without_a_checkpoint_settings_without_effect_are_an_error(tmp_path):
     opened(
         "--run-dir", str(tmp_path / "run"), "--mtp-loss-scaling-factor", "0.3", "--vocab-size", "64"
     )
-
-
-def test_a_task_is_a_file_of_this_machine():
-    with pytest.raises(ConfigError, match=r"s3://bucket/qa\.jsonl is no path: files are read"):
-        read_tasks(TrainConfig(eval_tasks=["qa=s3://bucket/qa.jsonl"]), ByteTokenizer())
-
-
-def test_rows_longer_than_a_sequence_are_counted(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("nanotrain"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="nanotrain")
-    file = tmp_path / "qa.jsonl"
-    file.write_text(
-        '{"context": "abcdef", "continuation": "g"}\n{"context": "a", "continuation": "b"}\n'
-    )
-    train = TrainConfig(eval_tasks=[f"qa={file}"])
-    read_tasks(train, ByteTokenizer(), seq_length=7)
-    assert not caplog.text
-    read_tasks(train, ByteTokenizer(), seq_length=6)
-    assert "task qa: of 1 of 2 rows only the last 6 tokens are read" in caplog.text
