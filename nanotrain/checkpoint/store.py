@@ -13,9 +13,9 @@ checkpoints/
 read_manifest, require_complete          one checkpoint
 saved_config, not_finite, file_sizes     configuration, unsound tensors and files in a manifest,
                                          from its first lines
-complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never
-checkpoint_to_resume, find_checkpoint,   stored
-find_manifest
+complete_checkpoints, last_complete,     a folder of checkpoints; "latest" is always derived, never
+newest_complete, checkpoint_to_resume,   stored
+find_checkpoint, find_manifest
 """
 
 import errno
@@ -196,6 +196,15 @@ def _file_fault(file: Path, size: int, *, stored: Stored | None) -> str:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a checkpoints folder, oldest first; skips others silently."""
     return [path for path in step_entries(folder) if _fault_of(path) is None]
+
+
+def last_complete(folder: Path, number: int) -> list[Path]:
+    """The last complete checkpoints, at most `number`, oldest first; reads no older manifest."""
+    found: list[Path] = []
+    for path in reversed(step_entries(folder)):
+        if len(found) < number and _fault_of(path) is None:
+            found.insert(0, path)
+    return found
 
 
 def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
