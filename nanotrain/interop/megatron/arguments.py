@@ -1,10 +1,11 @@
 """The stored arguments of a run of Megatron-LM as a configuration.
 
-    config_of_arguments   the configuration, and one line for everything that is not taken as it is
+    config_of_arguments   the configuration, and lines for what is not taken as it is
 
 An argument is named as the flag that sets it, with underscores; ours have the same names. So the
 arguments become a command line, which the readers of launch scripts check and translate. Arguments
 that ask for nothing here (paths, logging, layouts, kernels) are left out: any layout continues.
+Others that are left out are named in one line, unless they have Megatron-LM's default.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from nanotrain.config.arguments import ALIASES
@@ -23,7 +25,7 @@ from nanotrain.config.megatron import megatron, row_of
 from nanotrain.config.option import Entry, flag_of
 from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import ENTRIES, KEYS, read_config
+from nanotrain.config.schema import ENTRIES, KEYS, convert, read_config
 from nanotrain.config.translate import megatron_values, translate
 from nanotrain.config.user_paths import expand_path
 from nanotrain.errors import CheckpointError, ConfigError, ErrorCollector
@@ -32,6 +34,8 @@ from nanotrain.untrusted import plain_text, shown
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 PATTERNS = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+MAX_NAMES = 20  # arguments that a line names
 MAX_LIST = 10_000  # values of one argument
 
 
@@ -79,6 +83,7 @@ def config_of_arguments(arguments: Mapping[str, Any], *, num_rows: int) -> Impor
             f"vocab_size is {num_rows:,}, the padded size: Megatron-LM's loss is over the logits "
             "of the padding too"
         )
+    notes += left_out(arguments)
     return ImportedConfig(result.config, notes)
 
 
@@ -133,10 +138,16 @@ def add_argument(line: CommandLine, name: str, *, value: Any) -> None:
         if value is True:
             line.aliases.append(flag)
     elif name in ENTRIES:
-        if ENTRIES[name].section.partition(".")[0] in TABLE["sections"]:
+        if is_taken(name):
             add_setting(line, name, value=value)
     else:
         add_flag(line, flag, value=value)
+
+
+def is_taken(name: str) -> bool:
+    """Whether the field of an argument is set from it."""
+    section = ENTRIES[name].section.partition(".")[0]
+    return section in TABLE["sections"] or name in TABLE["fields"]
 
 
 def add_flag(line: CommandLine, flag: str, *, value: Any) -> None:
@@ -168,6 +179,8 @@ def text_of_value(entry: Entry, value: Any) -> str | list[str] | None:
         return None
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, torch.dtype) and value in DTYPES:
+        return DTYPES[value]
     if entry.name == "window_size" and isinstance(value, list | tuple) and value:
         return literal_text(value[0])  # keys before; there are none after
     if isinstance(value, list | tuple):
@@ -205,6 +218,63 @@ def add_activation(line: CommandLine, arguments: Mapping[str, Any]) -> None:
     exact = row_of("--no-bias-gelu-fusion")
     if not is_fused and exact is not None:
         line.megatron.append(MegatronArgument("--no-bias-gelu-fusion", exact))
+
+
+def left_out(arguments: Mapping[str, Any]) -> list[str]:
+    """One line that names the arguments that are not taken and have another value than usual."""
+    names = []
+    for name in sorted(arguments):
+        if is_known_place(name) or name.startswith(tuple(TABLE["unnamed_beginnings"])):
+            continue
+        if not is_usual(name, arguments[name]):
+            names.append(plain_text(name))
+    if not names:
+        return []
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    count = count_of(len(names), "argument")
+    return [f"{count} of another value than the default left out: {join(names)}{more}"]
+
+
+def join(names: list[str]) -> str:
+    """The first names of a list."""
+    return ", ".join(names[:MAX_NAMES])
+
+
+def is_known_place(name: str) -> bool:
+    """Whether an argument is taken or refused elsewhere, or a run sets it anew."""
+    tables = ("skipped", "renamed", "activations", "refused", "unnamed")
+    if any(name in TABLE[table] for table in tables):
+        return True
+    flag = flag_of(name)
+    if flag in ALIASES or flag in TABLE["valued"]:
+        return True
+    if name in ENTRIES:
+        section = ENTRIES[name].section.partition(".")[0]
+        return is_taken(name) or section not in ("data", "precision")
+    row = row_of(flag)
+    return row is not None and (row.arity == 0 or row.kind in ("always", "no effect"))
+
+
+def is_usual(name: str, value: Any) -> bool:
+    """Whether an argument that is not taken asks for nothing, or has Megatron-LM's default."""
+    if value is None or value is False or value in ([], "", 0):
+        return True
+    if name in ENTRIES:
+        entry = ENTRIES[name]
+        default = megatron_values().get(entry.key, entry.default)
+        return is_equal(entry, value, default=default)
+    row = row_of(flag_of(name))
+    text = plain_text(value)
+    is_accepted = row is not None and row.kind == "not yet" and text in row.accepts
+    return is_accepted or text == plain_text(TABLE["defaults"].get(name))
+
+
+def is_equal(entry: Entry, value: Any, *, default: Any) -> bool:
+    """Whether an argument has the value of a field: torch.float32 is fp32."""
+    try:
+        return bool(convert(entry, text_of_value(entry, value)) == convert(entry, default))
+    except ConfigError:
+        return False
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:

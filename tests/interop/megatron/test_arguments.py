@@ -92,3 +92,42 @@ def test_a_value_that_stands_for_another_is_refused(
     with pytest.raises(CheckpointError, match="would be replaced") as error:
         config_of(**changes)
     assert "LayerNorm" not in str(error.value)
+
+
+def notes_of(**changes: Any) -> list[str]:
+    arguments = vars(arguments_of(CASES["tp2"], samples=16)) | changes
+    notes = config_of_arguments(arguments, num_rows=ROWS).notes
+    return [note for note in notes if "left out" in note]
+
+
+def test_what_changes_the_next_step_is_taken() -> None:
+    config = config_of(
+        reset_attention_mask=True,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        qk_layernorm=True,
+        no_weight_decay_cond_type="apply_wd_to_qk_layernorm",
+    )
+    assert config.data.reset_attention_mask and config.data.reset_position_ids
+    assert config.data.eod_mask_loss and config.optim.apply_wd_to_qk_layernorm
+    config = config_of(fp16=True, params_dtype=torch.float16, loss_scale_window=500, hysteresis=4)
+    assert (config.precision.loss_scale_window, config.precision.hysteresis) == (500, 4)
+    assert config_of(fp16=True, loss_scale=128.0).precision.loss_scale == 128.0
+    moments = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+    assert config_of(**moments).precision.exp_avg_dtype == "bf16"
+    with pytest.raises(CheckpointError, match="moe-input-jitter-eps 0.01"):
+        config_of("moe", moe_input_jitter_eps=0.01)
+
+
+def test_what_is_left_out_is_named() -> None:
+    assert notes_of() == []
+    assert notes_of(fim_data=True, fim_rate=0.3, sample_rate=0.5, a_patch=3) == [
+        "4 arguments of another value than the default left out: "
+        "a_patch, fim_data, fim_rate, sample_rate"
+    ]
+
+
+def test_defaults_and_layouts_are_not_named() -> None:
+    usual = {"sample_rate": 1.0, "mask_prob": 0.15, "fim_rate": 0.5, "rl_default_top_k": -1}
+    layout = {"world_size": 8, "data_path": ["corpus"], "main_params_dtype": torch.float32}
+    assert notes_of(**usual, **layout, enable_msc=True, vocab_extra_ids=0) == []
