@@ -129,5 +129,10 @@ def test_what_is_left_out_is_named() -> None:
 
 def test_defaults_and_layouts_are_not_named() -> None:
     usual = {"sample_rate": 1.0, "mask_prob": 0.15, "fim_rate": 0.5, "rl_default_top_k": -1}
-    layout = {"world_size": 8, "data_path": ["corpus"], "main_params_dtype": torch.float32}
+    layout = {
+        "world_size": 8,
+        "virtual_pipeline_model_parallel_size": 2,
+        "data_path": ["corpus"],
+        "main_params_dtype": torch.float32,
+    }
     assert notes_of(**usual, **layout, enable_msc=True, vocab_extra_ids=0) == []
