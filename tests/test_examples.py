@@ -28,12 +28,14 @@ EXPECTED = {
         1,
         ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"],
     ),
+    "settings_chat.py": (1, ["data/settings.jsonl: ", "data/settings_task.jsonl: 40 rows"]),
     "shard_any_model.py": (2, ["2 ranks, each keeps", "same loss after loading: True"]),
     "zero_by_hand.py": (2, ["rank 0 of 2 keeps gradients for", "same weights on every rank: True"]),
 }
 NEEDED = {"clean_with_datatrove.py": ("datatrove", "orjson")}  # further packages of an example
-# what Megatron-LM's own script takes
 ARGUMENTS = {
+    "settings_chat.py": f"{ROOT / 'docs' / 'config.md'} data",
+    # what Megatron-LM's own script takes
     "pretrain_gpt.py": "--use-mcore-models --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-samples 8 --lr 1e-3 "
     "--lr-decay-style cosine --lr-warmup-fraction .5 --clip-grad 1.0 --mock-data --vocab-size 260 --split 949,50,1 "
