@@ -16,7 +16,7 @@ import transformers
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.families import config_from_hf
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.interop.hf.configs import CONFIGS
+from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS
 from tests.interop.hf.llama_like import LLAMA_LIKE
 from tests.laws.compare import OPTIM, assert_alike
 from tests.laws.worlds import VOCAB_SIZE, Case, Outcome, train_cases, train_layouts
@@ -41,7 +41,8 @@ HAS_ALL = os.environ.get("NANOTRAIN_DRILLS") == "1"
 def model_of(name: str) -> ModelConfig:
     """The model of a tiny configuration, with the vocabulary of the samples."""
     family, fields = CONFIGS[name]
-    raw = getattr(transformers, f"{family}Config")(**fields).to_dict()
+    config_class = CONFIG_CLASSES.get(family, f"{family}Config")
+    raw = getattr(transformers, config_class)(**fields).to_dict()
     return replace(config_from_hf(raw), vocab_size=VOCAB_SIZE)
 
 

@@ -108,7 +108,12 @@ def test_no_file_of_the_product_calls_a_reader_of_pickles() -> None:
     readers = re.compile(r"torch\.load\(|np\.load\(|pickle\.load\(|allow_pickle=True|read_pickle")
     sources = list(Path(nanotrain.__file__).parent.rglob("*.py"))
     assert len(sources) > 200
-    assert not [str(path) for path in sources if readers.search(path.read_text())]
+    calling = {path.name: path for path in sources if readers.search(path.read_text())}
+    assert calling.keys() == {"pickles.py", "tensors.py"}  # of Megatron-LM's checkpoints
+    for path in calling.values():
+        text = path.read_text()
+        assert path.parent.name == "megatron"
+        assert len(readers.findall(text)) == text.count("weights_only=True")
 
 
 def random_packed(experts: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
