@@ -80,7 +80,7 @@ MISTAKES = [
     ("config hydra.run.dir=x", "only hydra.searchpath is used here", "did you mean"),
     (
         "config --num-experts 4 --moe-router-load-balancing-type quantile",
-        "--moe-router-enable-expert-bias balances without a loss",
+        "write quantile_balancing",
         "NAME",
     ),
     ("train -c tiny", "write +config=NAME for a recipe", "--help"),

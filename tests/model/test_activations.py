@@ -20,6 +20,7 @@ def test_every_activation_is_its_formula() -> None:
         "gelu": F.gelu(x),
         "gelu_tanh": F.gelu(x, approximate="tanh"),
         "swiglu": x * x.sigmoid(),
+        "relu": x.clamp(min=0),
         "squared_relu": x.clamp(min=0) ** 2,
         "quick_geglu": x * (1.702 * x).sigmoid(),
         "geglu_tanh": F.gelu(x, approximate="tanh"),

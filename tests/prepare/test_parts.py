@@ -141,9 +141,10 @@ def test_a_conversation_has_one_end_of_document_more_unless_it_ends_with_it(ids:
     mask = np.arange(len(ids), 0, -1, dtype=np.uint8) % 2  # the last token is a target
     for given in (mask, 1 - mask):
         chat = SimpleNamespace(encode=lambda text, given=given: (list(ids), given))
-        writer: Any = SimpleNamespace(chat=chat, _eod=[9])
+        writer: Any = SimpleNamespace(chat=chat, _eod=[9], _num_targets=0)
         documents, masks = PartWriter._encode(writer, ["a", "b"])
         end = [9] * (ids[-1:] != [9])
         assert documents == [ids + end] * 2
         expected = given.tolist() + (given[-1:].tolist() or [0]) * len(end)
         assert [each.tolist() for each in masks] == [expected] * 2
+        assert writer._num_targets == 2 * sum(expected)
