@@ -8,6 +8,7 @@ local ones. Samples are the tokens of `tokens()` in order, two per microbatch.
 
 import contextlib
 import multiprocessing
+import queue
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -160,6 +161,8 @@ def patch_for_cpu() -> None:
     moe_utils.te_general_gemm = None
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
     filesystem_async._process_memory = lambda: 0
+    # it is filled by this process; the server of megatron-core's own queue would outlive the rank
+    filesystem_async._results_queue = queue.Queue()
     # it forks writers, which a rank of the harness may not
     multiprocessing.current_process()._config["daemon"] = False
 
