@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import ModelParallel
+from nanotrain.model.hyper_connections import WeighStreams
 from nanotrain.model.parameters import Parameters
 from nanotrain.precision.dtypes import as_fp32
 from nanotrain.spec.shape import ModelShape
@@ -117,29 +118,8 @@ class EnterBlocks(nn.Module):
         return F.pad(x, (0, (self.num_streams - 1) * x.shape[-1]))
 
 
-class AttendStreams(nn.Module):
-    """The weighted sum of the streams after the last layer.
-
-    Args:
-        model_config: number of streams, epsilon of norms.
-        params: the pseudo-query.
-        parallel: recomputation of the stage.
-    """
-
-    def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel
-    ) -> None:
-        super().__init__()
-        self.num_streams = model_config.residual_streams
-        self.norm_epsilon = model_config.norm_epsilon
-        self.weight = params["weight"]
-        self.compute_again = parallel.recompute.checkpointed(self.weigh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, n H] -> [B, S, H]."""
-        streams = x.unflatten(-1, (self.num_streams, -1))
-        weights: Tensor = self.compute_again(streams)
-        return (weights[..., None] * streams).sum(-2).to(x.dtype)
+class AttendStreams(WeighStreams):
+    """The sum after the last layer, with one more pseudo-query."""
 
     def weigh(self, streams: Tensor) -> Tensor:
         """The weights [B, S, n] of the streams [B, S, n, H]."""

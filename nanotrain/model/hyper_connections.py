@@ -4,7 +4,8 @@
     HyperConnection         hyper-connections (Zhu et al. 2024)
     ManifoldConnection      with a doubly stochastic mixing matrix: mHC (Xie et al. 2025)
     EnterStreams            the embedding in every stream
-    SumStreams, WeighStreams   the streams after the last layer: their sum, or weighted
+    SumStreams              the streams after the last layer: their sum
+    WeighManifoldStreams    the same, weighted
 
     streams ---+--- read --> hidden --> sublayer --> out --- write ---+
      [n, H]    |                                                      + --> streams
@@ -225,8 +226,37 @@ class SumStreams(nn.Module):
         return x.unflatten(-1, (self.num_streams, -1)).sum(-2)
 
 
-class WeighStreams(nn.Module):
-    """The weighted sum of the streams after the last layer (DeepSeek-V4).
+class WeighStreams(nn.Module, ABC):
+    """A weighted sum of the streams after the last layer.
+
+    Args:
+        model_config: number of streams, epsilon.
+        params: parameters of the weights.
+        parallel: recomputation of the stage.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel
+    ) -> None:
+        super().__init__()
+        self.num_streams = model_config.residual_streams
+        self.norm_epsilon = model_config.norm_epsilon
+        self.weight = params["weight"]
+        self.compute_again = parallel.recompute.checkpointed(self.weigh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, n H] -> [B, S, H]."""
+        streams = x.unflatten(-1, (self.num_streams, -1))
+        weights: Tensor = self.compute_again(streams)
+        return (weights[..., None] * streams).sum(-2).to(x.dtype)
+
+    @abstractmethod
+    def weigh(self, streams: Tensor) -> Tensor:
+        """The weights [B, S, n] of the streams [B, S, n, H]."""
+
+
+class WeighManifoldStreams(WeighStreams):
+    """The sum with a sigmoid of projected streams as weights (DeepSeek-V4).
 
     Args:
         model_config: number of streams, epsilon.
@@ -237,20 +267,10 @@ class WeighStreams(nn.Module):
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel
     ) -> None:
-        super().__init__()
-        self.num_streams = model_config.residual_streams
-        self.norm_epsilon = model_config.norm_epsilon
+        super().__init__(model_config, params, parallel=parallel)
         self.epsilon = model_config.mhc_epsilon
-        self.weight = params["weight"]
         self.bias = params["bias"]
         self.scale = params["scale"]
-        self.compute_again = parallel.recompute.checkpointed(self.weigh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, n H] -> [B, S, H]."""
-        streams = x.unflatten(-1, (self.num_streams, -1))
-        weights: Tensor = self.compute_again(streams)
-        return (weights[..., None] * streams).sum(-2).to(x.dtype)
 
     def weigh(self, streams: Tensor) -> Tensor:
         """The weights [B, S, n] of the streams [B, S, n, H]."""

@@ -45,7 +45,7 @@ from nanotrain.model.hyper_connections import (
     HyperConnection,
     ManifoldConnection,
     SumStreams,
-    WeighStreams,
+    WeighManifoldStreams,
 )
 from nanotrain.model.layer_inputs import LayerInputHalf, LayerInputs, layer_input_state
 from nanotrain.model.moe import MoELayer
@@ -444,7 +444,9 @@ RESIDUAL_MODULES: dict[str, ResidualModules] = {
         partial(HyperBlock, connection=AttentionConnection), enter=EnterBlocks, leave=AttendStreams
     ),
     "mhc": ResidualModules(
-        partial(HyperBlock, connection=ManifoldConnection), enter=EnterStreams, leave=WeighStreams
+        partial(HyperBlock, connection=ManifoldConnection),
+        enter=EnterStreams,
+        leave=WeighManifoldStreams,
     ),
 }
 
