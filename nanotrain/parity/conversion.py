@@ -13,7 +13,6 @@ two fp32 tensors.
 
 import importlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.config_class import silence_transformers
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf
 from nanotrain.interop.hf.import_weights import import_weights
@@ -148,7 +148,7 @@ def check_conversion(
     small = twin_config(model_config)
     entries = {**(kept or {}), **FAMILIES[family].write(small)}
     with (
-        _silence(),
+        silence_transformers(),
         _transformers_model(family, entries) as theirs,
         TemporaryDirectory() as name,
     ):
@@ -212,25 +212,6 @@ def _find_class(family: str, entries: Mapping[str, Any]) -> tuple[Any, Any]:
             why="its class is what nanotrain is compared with",
             fix="install a version that has it: pip install -U transformers",
         ) from None
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """transformers writes no progress and no warnings in the block."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    had_progress = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if had_progress:
-            logging.enable_progress_bar()
 
 
 @contextmanager

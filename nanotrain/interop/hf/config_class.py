@@ -140,7 +140,7 @@ def class_defaults(kind: str) -> dict[str, Any]:
 
 def _kept_by(config_class: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that a config class keeps of a parsed config.json, with its defaults."""
-    with _silence():
+    with silence_transformers():  # of entries that are checked here
         config = config_class(**_decode_floats(dict(content)))
         if getattr(config, "rope_parameters", None):
             # again, as code that scales rotary positions does: only now has the config the
@@ -219,15 +219,19 @@ def _decode_floats(value: Any) -> Any:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Silence transformers' warnings in the block; they are about entries checked here."""
+def silence_transformers() -> Iterator[None]:
+    """transformers writes no warnings and no progress in the block."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
+    had_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(level)
+        if had_progress:
+            logging.enable_progress_bar()
