@@ -89,8 +89,8 @@ def prepare_corpus(options: PrepareOptions) -> None:
         if template is not None:
             tokenizer = with_template(tokenizer, template)
     if options.is_chat:
-        assert isinstance(tokenizer, FastTokenizer), "no BPE is trained, and bytes are refused"
-        chat = ChatTemplate(options.tokenizer, template=template)
+        chat = ChatTemplate(options.tokenizer, template=template)  # refuses slow tokenizers
+        assert isinstance(tokenizer, FastTokenizer), "tokens of a chat template have offsets"
         tokenizer = _with_turn_end(tokenizer, chat.turn_end())
         template = chat.source
     plan = _plan(options, chunks, tokenizer=tokenizer, template=template)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from nanotrain.cli.main import main
 from nanotrain.data.corpus_info import read_info
@@ -69,6 +69,16 @@ def test_a_bpe_is_trained_with_the_tokens_of_a_template(
     assert read_info(tmp_path / "talks").targets == num_targets
     ends = json.loads((tmp_path / "talks.tokenizer/generation_config.json").read_text())
     assert ends == {"eos_token_id": [end, theirs.eos_token_id]}
+
+
+def test_a_tokenizer_without_tokenizer_json_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
+    (tmp_path / "bytes" / "chat_template.jinja").write_text(CHATML)
+    chat = ("--format", "chat", "--tokenizer", str(tmp_path / "bytes"))
+    assert prepare(tmp_path / "talks", write_talks(tmp_path), *chat) == 2
+    assert "it has no tokenizer.json" in capsys.readouterr().err
 
 
 def test_another_template_is_another_corpus(
