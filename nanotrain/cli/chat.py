@@ -8,6 +8,7 @@ A reply ends where the template's does, beside the ends of the model's folder. A
 assistant is the beginning of its reply.
 """
 
+import io
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanotrain.cli.values import without_surrogates
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.log import get_logger
 
@@ -42,7 +44,7 @@ def check_chat(args: Namespace) -> None:
             raise ConfigError(
                 f"{flag} without --chat",
                 why="a text that is continued has no messages",
-                fix="add --chat, or leave it out",
+                fix=f"add --chat, or leave {flag} out",
             )
     if args.messages is None:
         return
@@ -137,6 +139,8 @@ def talk(
     """
     from nanotrain.comm.collectives import broadcast_object
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as Python reads arguments
     messages = system_messages(system)
     while True:
         text = broadcast_object(read_message() if control.is_first else None, control)
@@ -161,7 +165,7 @@ def read_message() -> str | None:
         except EOFError:
             return None
         if text.strip():
-            return text
+            return without_surrogates(text)
 
 
 def print_reply(pieces: Pieces, *, is_first: bool) -> str:

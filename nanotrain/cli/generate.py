@@ -13,7 +13,7 @@ from nanotrain.cli.addresses import read_name
 from nanotrain.cli.chat import check_chat, given_conversations, prompt_of, talk, with_turn_end
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
-from nanotrain.cli.values import count, number
+from nanotrain.cli.values import count, number, without_surrogates
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import check_layout, validate_for_world
@@ -241,14 +241,6 @@ def load_on_rank(
 
     dtype = config.precision.params_dtype
     return load_model(checkpoint, tokenizer=tokenizer, context=context, dtype=dtype)
-
-
-def without_surrogates(text: str) -> str:
-    """A text without lone surrogates, which no tokenizer encodes.
-
-    Python reads bytes of an argument that are not of the locale's encoding as such.
-    """
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def print_pieces(

@@ -3,6 +3,7 @@
 count, seed, port, world_size, processes, examples     whole numbers
 tokens, positive, not_negative, probability            numbers
 whole_numbers, words, png_file                         lists and names of files
+without_surrogates                                     texts for a tokenizer
 
 Paths are converted by `nanotrain.paths` and `cli/addresses.py`.
 """
@@ -65,3 +66,11 @@ def png_file(text: str) -> Path:
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
     return local_path(text)
+
+
+def without_surrogates(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer encodes.
+
+    Python reads bytes that are not of the locale's encoding as such.
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

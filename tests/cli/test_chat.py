@@ -60,6 +60,21 @@ def test_typed_messages_are_one_conversation(
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_typed_bytes_that_are_no_text_are_replaced(
+    folder: Path,
+    errors: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = reply_of_transformers(folder, [user("a \ufffd")])
+    capsys.readouterr()
+    typed = io.TextIOWrapper(io.BytesIO(b"a \xff\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert main(["generate", str(folder), *FLAGS]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 def test_a_conversation_longer_than_the_positions_begins_anew(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
