@@ -11,8 +11,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.errors import EXIT_CODE, EnvironmentFault
-
-CHECKS = ("conversion", "logits and gradients", "layouts", "resume", "plan", "curve")
+from nanotrain.parity.card_checks import CHECKS
 
 
 def card(argv: Sequence[str]) -> int:
@@ -37,7 +36,7 @@ def card(argv: Sequence[str]) -> int:
     command = shlex.join(["nanotrain", "card", *written])
     result = make_card(loaded, subject=subject, command=command, only=only)
     if args.output is not None:
-        name = subject.rpartition(" ")[2]
+        name = args.family or (Path(loaded.recipe).stem if loaded.recipe else "settings")
         write(args.output, {f"{name}.md": result.text(), f"{name}.json": result.to_json()})
     show((result.to_json() if args.json else result.text()).rstrip())
     return 0 if result.holds else EXIT_CODE

@@ -29,6 +29,7 @@ from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import NanotrainError
 from nanotrain.interop.hf.families import config_from_hf, family_of
+from nanotrain.parity.card_checks import BESIDE_TRANSFORMERS, CHECKS
 from nanotrain.parity.card_ranks import Measured, measure_rank
 from nanotrain.parity.check import check_parity
 from nanotrain.parity.conversion import ConversionReport, check_conversion, twin_config
@@ -39,7 +40,6 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.inputs import with_known_model
 
 Result = Literal["holds", "fails", "not run"]
-CHECKS = ("conversion", "logits and gradients", "layouts", "resume", "plan", "curve")
 # layouts of two ranks, by the fields of the section
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-3": {"data_parallel_sharding_strategy": "optim_grads_params"},
@@ -139,14 +139,16 @@ def make_card(
     """
     config = with_known_model(loaded.config, loaded.explicit)
     loaded = replace(loaded, config=config, data_parallel_size=None)
+    twin = flat_values(twin_config(config.model))
     checks: list[Check] = []
     for names, run in GROUPS:
         wanted = [name for name in names if name in only]
         results = {check.name: check for check in run(loaded)} if wanted else {}
         for name in names:
-            left_out = Check(name, "not run", "left out by --only", {})
-            checks.append(results.get(name, left_out) if name in wanted else left_out)
-    twin = flat_values(twin_config(config.model))
+            if name in wanted:
+                checks.append(results[name])
+            else:
+                checks.append(Check(name, "not run", "left out by --only", {}))
     numbers = {"nanotrain": version("nanotrain"), "torch": version("torch")}
     numbers["transformers"] = version("transformers")
     return Card(
@@ -169,7 +171,7 @@ def check_beside_transformers(loaded: Loaded) -> Iterator[Check]:
         if model_config.mtp.num_layers:
             note = f"{MTP_LEFT_OUT}; "
     except NanotrainError as error:
-        for name in CHECKS[:2]:
+        for name in BESIDE_TRANSFORMERS:
             yield Check(name, "not run", _reason(error), {})
         return
     for check in conversion_checks(report):
@@ -182,7 +184,7 @@ def conversion_of_family(name: str) -> tuple[Check, ...]:
         model_config = config_from_hf({"model_type": name})
         return tuple(conversion_checks(check_conversion(model_config, name)))
     except NanotrainError as error:
-        return tuple(Check(check, "not run", _reason(error), {}) for check in CHECKS[:2])
+        return tuple(Check(check, "not run", _reason(error), {}) for check in BESIDE_TRANSFORMERS)
 
 
 def conversion_checks(report: ConversionReport) -> Iterator[Check]:
@@ -276,7 +278,7 @@ def check_curve(loaded: Loaded) -> Iterator[Check]:
 
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Loaded], Iterator[Check]]], ...] = (
-    (("conversion", "logits and gradients"), check_beside_transformers),
+    (BESIDE_TRANSFORMERS, check_beside_transformers),
     (("layouts",), check_layouts),
     (("resume", "plan"), check_resume_and_plan),
     (("curve",), check_curve),

@@ -21,6 +21,17 @@ def test_a_family_is_printed_and_written(
     assert json.loads((tmp_path / "out" / "llama.json").read_text()) == values
 
 
+def test_the_card_of_a_recipe_file_lies_in_the_folder(tmp_path: Path) -> None:
+    recipe = tmp_path / "my own.yaml"
+    recipe.write_text("model: {num_layers: 2, vocab_size: 256}\n")
+    words = [f"+config={recipe}", "--only", "conversion", "--output", str(tmp_path / "out")]
+    assert main(["card", *words]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "my own.json",
+        "my own.md",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

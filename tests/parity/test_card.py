@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from nanotrain.cli.card import CHECKS as NAMES
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import ConfigError
 from nanotrain.interop.hf.families import FAMILIES
 from nanotrain.parity import card as card_module
 from nanotrain.parity.card import (
-    CHECKS,
     LAYOUTS,
     SIZES,
     Card,
@@ -23,6 +21,7 @@ from nanotrain.parity.card import (
     check_resume_and_plan,
     make_card,
 )
+from nanotrain.parity.card_checks import BESIDE_TRANSFORMERS, CHECKS
 from nanotrain.parity.card_ranks import Measured
 from nanotrain.parity.conversion import twin_config
 from scripts.family_cards import CARDS, read_families
@@ -179,13 +178,8 @@ def test_the_committed_checks_of_families_have_the_fields_of_today() -> None:
     assert content["families"].keys() <= FAMILIES.keys()
     wanted = {field.name for field in fields(Check)}
     for checks in content["families"].values():
-        assert [check["name"] for check in checks] == list(CHECKS[:2])
+        assert [check["name"] for check in checks] == list(BESIDE_TRANSFORMERS)
         assert all(check.keys() == wanted and check["text"] for check in checks)
-
-
-def test_both_lists_of_checks_are_one() -> None:
-    """The command's own is there so that its help loads no torch."""
-    assert NAMES == CHECKS
 
 
 def test_a_card_is_a_table(tmp_path: Path) -> None:
