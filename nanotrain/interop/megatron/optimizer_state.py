@@ -27,7 +27,7 @@ from nanotrain.untrusted import finite_number, plain_text, whole_number
 # parameters, no one does
 MAIN_KEYS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 MOMENTS = {"exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
-CHAINED = 64  # optimizers in a chain
+CHAINED = 16  # optimizers in a chain: of dense weights and of experts, per model chunk
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,6 @@ def _find_beginning(folder: TorchDistFolder, key: str, *, beginnings: Sequence[s
             chained = f"chained_{number}.{beginning}"
             if chained + key in folder.tensors:
                 return chained
-            if number > 1:
-                break
     return None
 
 
