@@ -118,7 +118,7 @@ def compose(line: CommandLine) -> ImportedConfig:
         errors.raise_errors()
     except ConfigError as error:
         raise CheckpointError(
-            "the arguments of the checkpoint describe what does not exist here",
+            "nanotrain cannot train what the arguments of the checkpoint describe",
             why=" ".join(str(error).split()),
             fix="import a checkpoint of another run",
         ) from None
@@ -232,7 +232,7 @@ def left_out(arguments: Mapping[str, Any]) -> list[str]:
         return []
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     count = count_of(len(names), "argument")
-    return [f"{count} of another value than the default left out: {join(names)}{more}"]
+    return [f"left out {count} with other values than Megatron-LM's defaults: {join(names)}{more}"]
 
 
 def join(names: list[str]) -> str:

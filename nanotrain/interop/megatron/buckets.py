@@ -33,6 +33,7 @@ from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import whole_number
 
 ALIGNMENT = 64  # elements; a parameter begins at a multiple
+DENSE_CHAIN, EXPERT_CHAIN = 0, 1  # optimizers of a chain
 MAIN = "param"  # kind of the main parameters
 MOMENT_KINDS = ("exp_avg", "exp_avg_sq")
 BUCKET = re.compile(
@@ -203,12 +204,11 @@ class BucketState:
     def _fill(self) -> None:
         """The segments of all buffers."""
         layout = self._layout
-        chain = 0
         for stage in range(layout.pp):
             for chunk in range(layout.num_chunks):
                 weights = list(self._dense_weights(stage, chunk))
                 for rank in range(layout.tp):
-                    buffer = BufferId(chain, stage * layout.tp + rank, chunk)
+                    buffer = BufferId(DENSE_CHAIN, stage * layout.tp + rank, chunk)
                     self._fill_buffer(buffer, weights, rank=rank, size=layout.tp)
                 self._fill_experts(stage, chunk)
 
@@ -219,7 +219,7 @@ class BucketState:
             weights = list(self._expert_weights(stage, chunk, expert_rank=expert_rank))
             for rank in range(layout.etp if weights else 0):
                 group = (stage * layout.ep + expert_rank) * layout.etp + rank
-                buffer = BufferId(1, group, chunk)
+                buffer = BufferId(EXPERT_CHAIN, group, chunk)
                 self._fill_buffer(buffer, weights, rank=rank, size=layout.etp)
 
     def _fill_buffer(

@@ -107,10 +107,7 @@ def load_archive(source: Path | bytes, *, shown: str) -> Any:
         CheckpointError: it cannot be read, or names a class that is not known.
     """
     try:
-        content = source
-        if isinstance(source, Path):
-            content = read_file(source, most=MAX_ARCHIVE_BYTES)
-        assert isinstance(content, bytes)
+        content = read_file(source, most=MAX_ARCHIVE_BYTES) if isinstance(source, Path) else source
         names = get_unsafe_globals_in_checkpoint(io.BytesIO(content))
         require_known(names, shown=shown)
         classes: list[Any] = [(record_class(name), name) for name in names]

@@ -81,7 +81,7 @@ class Placement:
         self.prefix = find_prefix(folder)
         self.locations: dict[str, tuple[Location, ...]] = {}
         self._missing: list[str] = []
-        self._copies: set[str] = set()  # keys that were found, also those beside the first
+        self._found_keys: set[str] = set()  # keys that were found, also those beside the first
         for module, (part,) in TABLES["ends"].items():
             self._add_module([module], [part], lead=())
         for layer in range(self._shape.num_layers):
@@ -192,7 +192,7 @@ class Placement:
                     full = f"{self.prefix}{layers}{own}"
                     if full in self.folder.tensors:
                         found.append((full, front + index))
-        self._copies.update(key for key, _ in found)
+        self._found_keys.update(key for key, _ in found)
         return found[0] if found else None
 
     def _check(self) -> None:
@@ -208,7 +208,9 @@ class Placement:
                     wrong.append(f"{location.key} is {size} and should end in {location.shape}")
         if wrong:
             complaints.append(f"mis-shaped: {list_some(wrong)}")
-        others = [key for key in self.folder.tensors if key not in self._copies and is_weight(key)]
+        others = [
+            key for key in self.folder.tensors if key not in self._found_keys and is_weight(key)
+        ]
         if others:
             complaints.append(f"unknown: {list_some(others)}")
         if complaints:
@@ -216,8 +218,8 @@ class Placement:
                 f"the tensors in {self.folder.folder} are not those of the model that its "
                 "arguments describe",
                 why="; ".join(complaints),
-                fix="the model has parts that are not imported, or the arguments are of another "
-                "run",
+                fix="import a checkpoint with the arguments of its own run; parts that are unknown "
+                "here have no place in nanotrain",
             )
 
 

@@ -122,7 +122,7 @@ def test_what_changes_the_next_step_is_taken() -> None:
 def test_what_is_left_out_is_named() -> None:
     assert notes_of() == []
     assert notes_of(fim_data=True, fim_rate=0.3, sample_rate=0.5, a_patch=3) == [
-        "4 arguments of another value than the default left out: "
+        "left out 4 arguments with other values than Megatron-LM's defaults: "
         "a_patch, fim_data, fim_rate, sample_rate"
     ]
 
