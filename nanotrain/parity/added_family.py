@@ -10,7 +10,7 @@ and, where transformers has the class, if both compute the same.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def add_family(folder: Path, *, output: Path | None, in_tree: bool) -> AddedFami
         files=(),
     )
     files = _write(added, folder, output=output, in_tree=in_tree)
-    return AddedFamily(**{**vars(added), "files": files})
+    return replace(added, files=files)
 
 
 def _refuse_missing(f: Findings) -> None:

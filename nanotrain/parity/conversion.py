@@ -329,7 +329,7 @@ def _compare_gradients(theirs: Any, ours: Stage, *, folder: Path, family: str) -
     for name, parameter in theirs.named_parameters():
         no_gradient = torch.zeros_like(parameter)
         gradients[name] = no_gradient if parameter.grad is None else parameter.grad
-    high = {name: gradient.float().to(torch.float32) for name, gradient in gradients.items()}
+    high = {name: gradient.to(torch.float32) for name, gradient in gradients.items()}
     low = {name: gradient - high[name] for name, gradient in gradients.items()}
     ones = {name: torch.ones_like(gradient) for name, gradient in gradients.items()}
     read = {}

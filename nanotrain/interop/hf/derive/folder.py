@@ -231,10 +231,10 @@ def _account_for_entries(f: Findings) -> None:
 
 def _account_for(f: Findings, entry: str) -> None:
     """Decide about one entry that the row does not read."""
-    value = dict.__getitem__(f.entries, entry)
+    value = dict.__getitem__(f.entries, entry)  # f.entries[entry] would count as read
     is_compared = f.configuration is None
     if not _is_used(f, entry, value=value):
-        if value != f.defaults.get(entry, f):
+        if not _is_default(f, entry, value=value):
             passed_over: list[str] = f.row.setdefault("passed_over", [])
             passed_over.append(entry)
     elif _is_off(value) and is_compared:
@@ -256,8 +256,12 @@ def _is_used(f: Findings, entry: str, *, value: Any) -> bool:
         return False
     if f.source.mentions(entry):
         return True
-    has_other_value = value != f.defaults.get(entry, f)
-    return has_other_value and entry in f.configuration.computes
+    return not _is_default(f, entry, value=value) and entry in f.configuration.computes
+
+
+def _is_default(f: Findings, entry: str, *, value: Any) -> bool:
+    """Whether an entry has the value that a config.json without it would have."""
+    return entry in f.defaults and bool(f.defaults[entry] == value)
 
 
 def _require_values(f: Findings, source: ModelingSource, *, names: frozenset[str]) -> None:

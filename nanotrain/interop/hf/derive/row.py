@@ -45,6 +45,7 @@ SETTINGS = {
     "use_qk_norm": "qk_layernorm",
 }
 # norms of a block by its order: n norm, a attention, m MLP, + addition
+LETTERS = {"norm": "n", "attention": "a", "mlp": "m", "add": "+"}
 ORDERS = {
     "na+nm+": ("pre", ("attention_norm", "mlp_norm")),
     "an+mn+": ("post", ("attention_post_norm", "mlp_post_norm")),
@@ -93,7 +94,7 @@ def add_attention(f: Findings) -> None:
 def add_norms(f: Findings) -> None:
     """The kind of the norms, their epsilon, and their places in a block."""
     order = [] if f.source is None else block_order(f.source)
-    letters = "".join({"norm": "n", "attention": "a", "mlp": "m", "add": "+"}[k] for k, _ in order)
+    letters = "".join(LETTERS[kind] for kind, _ in order)
     if f.source is not None and letters not in ORDERS:
         names = " ".join(name or "+" for _, name in order)
         f.lack("a block of this order", asked_by=names or "no class with norms and attention")
@@ -157,11 +158,11 @@ def add_activation(f: Findings) -> None:
 
 def add_biases(f: Findings) -> None:
     """Biases of queries, keys and values, of the output of attention, and of MLPs."""
+    if "deepseek_mla" in f.row["from"]:
+        return
     inputs = _bias_of(f, "attention.query")
     output = _bias_of(f, "attention.output")
     mlp = _bias_of(f, "mlp.up") if "mlp.up" in f.row["layers"] else _bias_of(f, "mlp.shared.up")
-    if "multi_latent_attention" in f.row or "deepseek_mla" in f.row["from"]:
-        return
     entries = f.table_of("entries")
     match inputs, output, mlp:
         case ("", "", ""):
@@ -286,7 +287,7 @@ def add_settings(f: Findings) -> None:
         if f.has(entry):
             entries[entry] = key
     if re.search(r"\) \* self\.config\.logits_scaling", f.code):
-        del entries["logits_scaling"]
+        entries.pop("logits_scaling", None)
         f.add_part("hyperclovax")
     scale = re.search(r"hidden_size ?\*\* ?0\.5", f.code)
     if scale is None:
