@@ -209,7 +209,7 @@ class _GatheredInputs:
         return grad.to(self.query.dtype)
 
     def observe(self, chunk: AttentionChunk, scores: ScoreOptions) -> None:
-        """Show the logits of every group to the observer, whose heads are no queries."""
+        """Show the logits to the observer; in a chunk, heads of a group are among the queries."""
         assert scores.observe is not None, "callers have an observer"
         batch = len(self.query)
         heads = chunk.query.shape[2]

@@ -331,9 +331,9 @@ class BlockSelection:
         scaled = scores.largest * scale
         scaled.masked_fill_(~mask, -torch.inf)
         log_probs = scaled.log_softmax(-1)
-        cross_entropy = target * log_probs.masked_fill(~mask, 0.0)
+        negative_cross_entropy = target * log_probs.masked_fill(~mask, 0.0)
         negative_entropy = torch.xlogy(target, target)
-        divergence = negative_entropy - cross_entropy
+        divergence = negative_entropy - negative_cross_entropy
         self._divergence += divergence.sum()
         grad = log_probs.exp() - target
         grad *= scale
