@@ -108,8 +108,8 @@ def _add_input(parser: CommandParser) -> None:
     parser.add_argument(
         "--chat-template",
         metavar="NAME",
-        help="chat template of the tokenizer from here on: chatml, or a file (default: its own); "
-        "a BPE is trained with its special tokens of the form <|name|>",
+        help="chat template to store with the tokenizer: chatml, or a file (default: the "
+        "tokenizer's own); a BPE is trained with its special tokens of the form <|name|>",
     )
     parser.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(
