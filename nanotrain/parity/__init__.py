@@ -7,6 +7,7 @@
     conversion.py    a family beside transformers in fp64
     added_family.py  `nanotrain family add`: a derived row, checked and written
     card.py          `nanotrain card`: all checks of a recipe or a family
+    card_checks.py   their names
 
 It trains through `train/` and holds no training code of its own.
 """
