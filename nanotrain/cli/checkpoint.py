@@ -169,7 +169,7 @@ def export_dcp(argv: Sequence[str]) -> int:
     parser.add_argument("path", type=read_path, help=CHECKPOINT)
     parser.add_argument("output", type=written_path, help="the folder to write")
     args = parser.parse_args(argv)
-    from nanotrain.interop.dcp import export_dcp as export
+    from nanotrain.interop.dcp.export import export_dcp as export
 
     show(export(args.path, args.output))
     return 0

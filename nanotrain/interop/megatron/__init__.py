@@ -2,8 +2,7 @@
 
 export.py, limits.py      weights as a `torch_dist` checkpoint; the models that have none
 names.yaml                the names of modules there, and of ours that they join
-folder.py, pickles.py     the files of a checkpoint, read without running anything
-tensors.py                boxes of its tensors
+folder.py                 the files of a checkpoint; its tensors and pickles are read by interop/dcp
 arguments.py              its arguments as a configuration
 placement.py              the place of each of our tensors in its tensors
 optimizer_state.py        main parameters, moments and counters

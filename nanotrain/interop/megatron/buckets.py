@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.export import LEAVES, TABLES
 from nanotrain.interop.megatron.placement import EXPERTS, Location, Placement, is_expert
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import whole_number

@@ -44,7 +44,7 @@ from nanotrain.checkpoint.store import find_manifest
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp import torch_export
+from nanotrain.interop.dcp.export import torch_export
 from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron.limits import unsupported_settings
 from nanotrain.log import progress

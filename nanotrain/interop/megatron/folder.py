@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.pickles import attributes_of, load_archive, unreadable_file
+from nanotrain.interop.dcp.pickles import attributes_of, load_archive, unreadable_file
 from nanotrain.untrusted import (
     object_of,
     parse_json,

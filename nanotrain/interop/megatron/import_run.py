@@ -21,6 +21,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments, literal_text
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
@@ -38,7 +39,6 @@ from nanotrain.interop.megatron.optimizer_state import (
     read_counters,
 )
 from nanotrain.interop.megatron.placement import Placement, embedding_rows
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.log import progress
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import write_text

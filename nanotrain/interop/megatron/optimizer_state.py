@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
 from nanotrain.interop.megatron.folder import CommonState
 from nanotrain.interop.megatron.placement import Placement
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import finite_number, plain_text, whole_number
 

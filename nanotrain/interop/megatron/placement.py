@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron.export import LEAVES, TABLES
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.shape import ModelShape

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import Extent, StoredTensor
 from nanotrain.interop.megatron.buckets import BucketState, Layout, find_buffers, has_buckets
 from nanotrain.interop.megatron.placement import Placement
-from nanotrain.interop.megatron.tensors import Extent, StoredTensor
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import LLAMA
 

@@ -14,8 +14,8 @@ import torch
 
 from nanotrain.cli.main import main
 from nanotrain.interop.megatron.export import export_megatron
+from tests.interop.dcp.test_pickles import Call
 from tests.interop.megatron.models import LLAMA, write_checkpoint
-from tests.interop.megatron.test_pickles import Call
 from tests.interop.megatron.training import CASES, arguments_of
 
 ARGUMENTS = vars(arguments_of(CASES["tp2"], samples=24)) | {"vocab_size": 40, "qk_layernorm": True}

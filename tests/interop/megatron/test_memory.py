@@ -12,9 +12,9 @@ from nanotrain.checkpoint import write
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import read_manifest
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.export import export_megatron
 from nanotrain.interop.megatron.import_run import import_megatron
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import LLAMA, write_checkpoint
 from tests.interop.megatron.test_hostile import ARGUMENTS, write_common

@@ -7,9 +7,9 @@ import torch
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.export import export_megatron
 from nanotrain.interop.megatron.placement import Placement, Rows, find_prefix
-from nanotrain.interop.megatron.tensors import TorchDistFolder
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import GPT2, LLAMA, MIXED, MOE, write_checkpoint
 

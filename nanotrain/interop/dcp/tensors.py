@@ -1,4 +1,4 @@
-"""Boxes of the tensors of a `torch_dist` checkpoint, each read from the chunks that it touches.
+"""Boxes of the tensors of a checkpoint of torch.distributed.checkpoint, each read from its chunks.
 
     TorchDistFolder   the tensors and objects of a folder, by key
     read              one box of a tensor
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.pickles import (
+from nanotrain.interop.dcp.pickles import (
     attributes_of,
     load_archive,
     load_metadata,
@@ -129,7 +129,7 @@ class TorchDistFolder:
         return target
 
     def read_object(self, key: str) -> Any:
-        """One object: the list that Megatron-LM stores.
+        """One object, which torch.save wrote.
 
         Raises:
             CheckpointError: it is damaged.

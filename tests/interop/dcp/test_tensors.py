@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.tensors import TorchDistFolder
+from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.spec.boxes import Box
 
 VALUES = {

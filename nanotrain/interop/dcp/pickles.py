@@ -1,4 +1,4 @@
-"""Read pickles of Megatron-LM without importing or running anything that they name.
+"""Read pickles of other programs without importing or running anything that they name.
 
     load_archive    a file of torch.save, or its bytes, with torch's own restricted reader
     load_metadata   the `.metadata` of torch.distributed.checkpoint, which is a bare pickle
@@ -160,7 +160,7 @@ def require_known(names: Iterable[str], *, shown: str) -> None:
     if unknown:
         raise CheckpointError(
             f"{shown} is not read",
-            why=f"it would call {plain_text(unknown[0])}, which no checkpoint of Megatron-LM needs",
+            why=f"it would call {plain_text(unknown[0])}, which no checkpoint needs",
             fix="use a checkpoint from a source that you trust",
         )
 
@@ -210,7 +210,7 @@ def load_metadata(path: Path) -> Any:
 
 
 def unreadable_file(shown: str, why: str) -> CheckpointError:
-    """The error for a file of a checkpoint of Megatron-LM that cannot be read."""
+    """The error for a file of a foreign checkpoint that cannot be read."""
     return CheckpointError(
         f"{shown} cannot be read",
         why=plain_text(why.strip().partition("\n")[0]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.pickles import (
+from nanotrain.interop.dcp.pickles import (
     MAX_METADATA_BYTES,
     Record,
     attributes_of,

@@ -13,7 +13,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError, EnvironmentFault, NanotrainError
-from nanotrain.interop.dcp import export_dcp, torch_export
+from nanotrain.interop.dcp.export import export_dcp, torch_export
 from nanotrain.spec.boxes import TensorBox
 from tests.runs.test_metrics_file import file_size_limit
 
