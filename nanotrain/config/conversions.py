@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import Config
+from nanotrain.config.data_stages import read_named
 from nanotrain.config.schedules import batch_schedule, steps_of_samples
 from nanotrain.config.user_paths import expand_path
 from nanotrain.errors import ConfigError
@@ -182,6 +183,75 @@ def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:
     if config.memory.recompute_method is None:
         values["recompute_method"] = "uniform"
     return values
+
+
+def cuda_graph_modules(config: Config, text: str) -> dict[str, Any]:
+    """The parts of layers that are captured, by the names of `--cuda-graph-scope`."""
+    return {"cuda_graph_scope": text.split()}
+
+
+def multiple_validation_sets(config: Config, text: str) -> dict[str, Any]:
+    """Validation sets with numbers as names, unless they have names.
+
+    Raises:
+        ConfigError: there are no corpora of validation alone.
+    """
+    prefixes = validation_prefixes(config, "--multiple-validation-sets")
+    if read_named(config.data.valid_data_path):
+        return {}
+    return {"valid_data_path": [f"{index}={prefix}" for index, prefix in enumerate(prefixes)]}
+
+
+def validation_set_names(config: Config, text: str) -> dict[str, Any]:
+    """Validation sets with names, in the order of the corpora.
+
+    Raises:
+        ConfigError: there are no corpora of validation alone, or another number of names.
+    """
+    flag = "--validation-set-names"
+    prefixes = validation_prefixes(config, flag)
+    names = text.split()
+    if len(names) != len(prefixes):
+        raise ConfigError(
+            f"{flag} has {count_of(len(names), 'name')}",
+            why=f"--valid-data-path names {len(prefixes)} corpora",
+            fix="write one name for each",
+        )
+    pairs = zip(names, prefixes, strict=True)
+    return {"valid_data_path": [f"{name}={prefix}" for name, prefix in pairs]}
+
+
+def validation_prefixes(config: Config, flag: str) -> list[str]:
+    """The corpora of `--valid-data-path`, without their weights and names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    entries = config.data.valid_data_path
+    if not entries:
+        raise ConfigError(
+            f"{flag} without --valid-data-path",
+            why="--split divides every corpus of --data-path, and their validation documents are "
+            "one blend",
+            fix="set --train-data-path, and --valid-data-path NAME=PREFIX for each set",
+        )
+    named = read_named(entries)
+    if named:
+        return list(named.values())
+    return [word for entry in entries for word in entry.split() if not is_weight(word)]
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word of `--data-path` is the weight of a corpus.
+
+    >>> is_weight("0.7"), is_weight("data/web")
+    (True, False)
+    """
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def data_args_path(config: Config, text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nanotrain.storage.remote import is_address
 
 LAYOUT = "pipeline_model_parallel_layout"
 VIRTUAL_STAGES = "num_virtual_stages_per_pipeline_rank"
+FSDP_FLAGS = frozenset({"--use-megatron-fsdp", "--use-custom-fsdp"})
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def implied_settings(
         *implied_pipeline(config, explicit),
         *implied_resume(config, line),
         *implied_fine_tuning(config, explicit),
+        *implied_graphs(config),
+        *implied_buffers(config, explicit, line=line),
     ]
 
 
@@ -89,8 +92,7 @@ def implied_precision(config: Config, line: CommandLine) -> Iterator[Implied]:
 
 def implied_sharding(line: CommandLine) -> Iterator[Implied]:
     """Megatron-FSDP shards parameters unless a strategy is set."""
-    fsdp_flags = ("--use-megatron-fsdp", "--use-custom-fsdp")
-    given_flags = [flag for flag in line.megatron_rows if flag in fsdp_flags]
+    given_flags = [flag for flag in line.megatron_rows if flag in FSDP_FLAGS]
     strategy = ENTRIES["data_parallel_sharding_strategy"]
     texts = {setting.text for setting in line.settings if setting.key == strategy.key}
     is_set = bool(texts - {"--use-distributed-optimizer"})
@@ -121,6 +123,26 @@ def implied_fine_tuning(config: Config, explicit: frozenset[str]) -> Iterator[Im
     for name, value in settings.items():
         if f"data.{name}" not in explicit and getattr(config.data, name) != value:
             yield Implied(name, value, "sft: a sample is whole conversations")
+
+
+def implied_graphs(config: Config) -> Iterator[Implied]:
+    """Megatron-LM's settings of CUDA graphs whose values have another name here."""
+    if config.train.cuda_graph_impl == "transformer_engine":
+        why = "cuda_graph_impl transformer_engine captures the same parts"
+        yield Implied("cuda_graph_impl", "local", why)
+    if config.train.cuda_graph_warmup_steps == 0:
+        yield Implied("cuda_graph_warmup_steps", 1, "a part runs once before it is captured")
+
+
+def implied_buffers(
+    config: Config, explicit: frozenset[str], *, line: CommandLine
+) -> Iterator[Implied]:
+    """Megatron-FSDP gathers units into fixed memory if buffers are registered with NCCL."""
+    parallel = config.parallel
+    is_fsdp = not FSDP_FLAGS.isdisjoint(line.megatron_rows)
+    is_set = "parallel.fsdp_double_buffer" in explicit or parallel.fsdp_double_buffer
+    if parallel.nccl_ub and is_fsdp and not is_set:
+        yield Implied("fsdp_double_buffer", True, "nccl_ub registers the memory of units")
 
 
 def implied_saving(config: Config, explicit: frozenset[str]) -> Iterator[Implied]:

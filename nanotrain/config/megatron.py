@@ -33,6 +33,8 @@ class MegatronFlag:
     accepts: tuple[str, ...] = ()  # the accepted values; empty: all, kind "not yet": none
     # kind "no effect": in Megatron-LM it saves time or memory, so the log names it
     saves: bool = False
+    # kind "no effect": it asks for a file or a log that is another one here, so the log names it
+    differs: bool = False
     # kind "rename", one of four: constant values by unique name
     sets: Mapping[str, Any] = field(default_factory=dict)
     # the unique name of the field that takes its value

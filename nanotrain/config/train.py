@@ -62,8 +62,8 @@ class TrainConfig:
     """
 
     cuda_graph_impl: CudaGraphImpl = option("none")
-    """local: capture parts of every layer as CUDA graphs, which the host launches at once; none: do
-    not
+    """local: capture parts of every layer as CUDA graphs, which the host launches at once, as does
+    transformer_engine; none: do not
     """
 
     cuda_graph_scope: list[CudaGraphScope] = option([])
@@ -72,8 +72,8 @@ class TrainConfig:
     whole
     """
 
-    cuda_graph_warmup_steps: int = option(3, check=at_least(1))
-    """passes of a part, forward and backward, that run before it is captured"""
+    cuda_graph_warmup_steps: int = option(3, check=at_least(0))
+    """passes of a part, forward and backward, that run before it is captured; 0 is as 1"""
 
     attention_backend: str = option("auto")
     """kernels of the core attention: auto, flash, fused, unfused, local or flex"""

@@ -250,6 +250,9 @@ def notes(line: CommandLine) -> Iterator[str]:
     saving = [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]
     if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
+    differing = [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.differs]
+    if differing:
+        yield f"files and logs that are others here: {'; '.join(differing)}"
     left_out = other_defaults(line)
     if left_out:
         yield (

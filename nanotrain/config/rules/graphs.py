@@ -12,12 +12,6 @@ WITHOUT = "leave --cuda-graph-impl out"
 
 def check_graph_values(c: Settings) -> Errors:
     """Values of Megatron-LM that graphs of parts of layers do not have."""
-    if c.train.cuda_graph_impl == "transformer_engine":
-        yield ConfigError(
-            "cuda_graph_impl transformer_engine",
-            why="layers are not those of Transformer Engine",
-            fix="set --cuda-graph-impl local instead",
-        )
     scope = set(c.train.cuda_graph_scope)
     if "full_iteration" in scope:
         yield ConfigError(

@@ -83,6 +83,7 @@ HARMLESS = {
     "yarn_correction_range_round_to_int",
     "mscale",
     "mscale_all_dim",
+    "first_last_layers_bf16",
 }
 
 

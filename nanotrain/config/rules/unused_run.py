@@ -11,9 +11,14 @@ def unused_final_decay(c: Settings) -> UnusedFields:
         yield unused(
             "lr_wsd_decay_iters",
             "lr_wsd_decay_samples",
+            by="lr_decay_style",
+            why="it belongs to lr_decay_style WSD",
+        )
+        yield unused(
             "lr_wsd_decay_style",
             by="lr_decay_style",
             why="it belongs to lr_decay_style WSD",
+            is_harmless=True,
         )
 
 

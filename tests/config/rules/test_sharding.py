@@ -34,8 +34,8 @@ def error_of(config: Config) -> str:
         (FP8 | {"fp8_param_gather": True}, "no_shard gathers no parameters"),
         ({"fp8_recipe": "tensorwise"}, "precision.fp8.recipe = tensorwise has no effect"),
         (
-            {"first_last_layers_bf16": True},
-            "precision.fp8.first_last_layers_bf16 = true has no effect",
+            {"fp8_margin": 1},
+            "precision.fp8.margin = 1 has no effect",
         ),
         (
             FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1},
