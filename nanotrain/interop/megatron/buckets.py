@@ -26,14 +26,15 @@ from torch import Tensor
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TorchDistFolder
-from nanotrain.interop.megatron.export import LEAVES, TABLES
-from nanotrain.interop.megatron.placement import EXPERTS, Location, Placement, is_expert
+from nanotrain.interop.megatron.names import EXPERTS, TABLES, Block, blocks, leaves
+from nanotrain.interop.megatron.placement import Location, Placement, is_expert
 from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import whole_number
 
 ALIGNMENT = 64  # elements; a parameter begins at a multiple
 DENSE_CHAIN, EXPERT_CHAIN = 0, 1  # optimizers of a chain
+LAST_OF_MTP = "final_layernorm."  # of the layers of multi-token prediction, behind their block
 MAIN = "param"  # kind of the main parameters
 MOMENT_KINDS = ("exp_avg", "exp_avg_sq")
 BUCKET = re.compile(
@@ -84,13 +85,14 @@ class Layout:
     num_chunks: int  # model chunks of a rank
     layers_per_chunk: int
     has_local_layers: bool  # the order of parameters is that of the local modules
+    has_grouped_experts: bool  # the experts of a rank are one module
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], num_layers: int) -> "Layout":
         """The layout that the stored arguments describe.
 
         Raises:
-            ValueError: an uneven one, or no numbers.
+            ValueError: an uneven one, no numbers, or transposed experts.
         """
         uneven = [name for name in UNEVEN if arguments.get(name)]
         if uneven:
@@ -101,6 +103,11 @@ class Layout:
         if num_layers % (pp * num_chunks):
             raise ValueError(f"{num_layers} layers are not {pp} x {num_chunks} equal stages")
         etp = arguments.get("expert_tensor_parallel_size") or tp
+        has_local_layers = arguments.get("transformer_impl") == "local"
+        has_grouped_experts = bool(arguments.get("moe_grouped_gemm"))
+        is_legacy = bool(arguments.get("moe_use_legacy_grouped_gemm"))
+        if has_grouped_experts and (has_local_layers or is_legacy):
+            raise ValueError("the experts of GroupedMLP are transposed in them")
         return cls(
             tp=tp,
             pp=pp,
@@ -108,7 +115,8 @@ class Layout:
             etp=whole_number(etp, "expert_tensor_parallel_size", low=1),
             num_chunks=num_chunks,
             layers_per_chunk=num_layers // (pp * num_chunks),
-            has_local_layers=arguments.get("transformer_impl") == "local",
+            has_local_layers=has_local_layers,
+            has_grouped_experts=has_grouped_experts,
         )
 
     def layers(self, stage: int, chunk: int) -> range:
@@ -151,6 +159,8 @@ class BucketState:
                 self._locations[location.key] = location
         experts = [loc for name, loc in placement.locations.items() if is_expert(name)]
         self._num_experts = max(map(len, experts), default=0)
+        self._blocks = list(blocks(placement.shape))
+        self._num_mtp_layers = placement.shape.num_mtp_layers
         try:
             self._buffers = find_buffers(folder)
             self._layout = Layout.from_arguments(arguments, placement.num_layers)
@@ -267,47 +277,82 @@ class BucketState:
     def _dense_weights(self, stage: int, chunk: int) -> Iterator[Weight]:
         """The weights of a stage that are not experts, in the order of its modules."""
         layout = self._layout
-        is_last = stage == layout.pp - 1 and chunk == layout.num_chunks - 1
-        if stage == 0 and chunk == 0:
-            yield from self._end_weights(["embedding.word_embeddings."])
-            yield from self._end_weights(["embedding.position_embeddings."])
+        is_first = stage == 0 and chunk == 0
+        is_last = self._is_last(stage, chunk)
+        has_mtp = is_last and self._num_mtp_layers > 0
+        if is_first or has_mtp:
+            yield from self._weights("embedding.word_embeddings.")
+            yield from self._weights("embedding.position_embeddings.")
         order = "local" if layout.has_local_layers else "transformer_engine"
-        for layer in layout.layers(stage, chunk):
+        for block in self._blocks_of(stage, chunk):
+            if block.stacked is None:
+                continue
             for module in TABLES["bucket_order"][order]:
-                yield from self._layer_weights(module, layer)
-        if is_last:
-            yield from self._end_weights(["decoder.final_layernorm.", "output_layer."])
-            is_tied = not list(self._end_weights(["output_layer."]))
-            if is_tied and layout.pp > 1:
-                yield from self._end_weights(["embedding.word_embeddings."])  # its copy
+                yield from self._block_weights(module, block)
+        if not is_last:
+            return
+        yield from self._weights("decoder.final_layernorm.")
+        yield from self._mtp_weights(TABLES["bucket_order"][order])
+        yield from self._weights("output_layer.")
+        is_tied = not list(self._weights("output_layer."))
+        if is_tied and layout.pp > 1 and not has_mtp:
+            yield from self._weights("embedding.word_embeddings.")  # its copy
 
-    def _end_weights(self, modules: Sequence[str]) -> Iterator[Weight]:
-        for module in modules:
-            for leaf in LEAVES:
-                key = f"{self._placement.prefix}{module}{leaf}"
-                if key in self._locations:
-                    yield Weight(key, ())
+    def _mtp_weights(self, order: Sequence[str]) -> Iterator[Weight]:
+        """The weights of multi-token prediction that are not experts."""
+        first = self._placement.num_layers
+        for depth in range(self._num_mtp_layers):
+            prefix = f"mtp.layers.{depth}."
+            for module in TABLES["mtp"]:
+                if module == LAST_OF_MTP:
+                    for inner in order:
+                        yield from self._block_weights(inner, self._blocks[first + depth])
+                yield from self._weights(prefix + module)
 
-    def _layer_weights(self, module: str, layer: int) -> Iterator[Weight]:
+    def _is_last(self, stage: int, chunk: int) -> bool:
+        return stage == self._layout.pp - 1 and chunk == self._layout.num_chunks - 1
+
+    def _blocks_of(self, stage: int, chunk: int) -> Sequence[Block]:
+        """The layers of a model chunk, multi-token prediction included."""
+        layers = self._layout.layers(stage, chunk)
+        found = self._blocks[layers.start : layers.stop]
+        if self._is_last(stage, chunk):
+            found = [*found, *self._blocks[self._placement.num_layers :]]
+        return found
+
+    def _weights(self, module: str) -> Iterator[Weight]:
+        """The weights of a module outside of the layers."""
+        for leaf in leaves(module):
+            key = f"{self._placement.prefix}{module}{leaf}"
+            if key in self._locations:
+                yield Weight(key, ())
+
+    def _block_weights(self, module: str, block: Block) -> Iterator[Weight]:
+        """The weights of a module of a layer."""
         prefix = self._placement.prefix
-        for leaf in LEAVES:
-            stacked = f"{prefix}decoder.layers.{module}{leaf}"
-            own = f"{prefix}decoder.layers.{layer}.{module}{leaf}"
+        for leaf in leaves(module):
+            stacked = f"{prefix}{block.stacked}{module}{leaf}"
+            own = f"{prefix}{block.theirs}{module}{leaf}"
             if stacked in self._locations:
-                yield Weight(stacked, (layer,))
+                yield Weight(stacked, (block.layer,))
             elif own in self._locations:
                 yield Weight(own, ())
 
     def _expert_weights(self, stage: int, chunk: int, *, expert_rank: int) -> Iterator[Weight]:
-        """The weights of the experts of a rank, expert after expert."""
-        num_experts = self._num_experts
-        per_rank = num_experts // self._layout.ep
+        """The weights of the experts of a rank: one expert after another, or for grouped GEMM the
+        first products of all experts, then the second ones.
+        """
+        per_rank = self._num_experts // self._layout.ep
         experts = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
-        for layer in self._layout.layers(stage, chunk):
-            for expert in experts:
-                for product in ("linear_fc1.", "linear_fc2."):
-                    for weight in self._layer_weights(f"{EXPERTS}{product}", layer):
-                        yield Weight(weight.key, (*weight.lead, expert))
+        products = [f"{EXPERTS}linear_fc1.", f"{EXPERTS}linear_fc2."]
+        if self._layout.has_grouped_experts:
+            order = [(product, expert) for product in products for expert in experts]
+        else:
+            order = [(product, expert) for expert in experts for product in products]
+        for block in self._blocks_of(stage, chunk):
+            for product, expert in order:
+                for weight in self._block_weights(product, block):
+                    yield Weight(weight.key, (*weight.lead, expert))
 
     def _check(self) -> None:
         """Check that every weight has a segment."""

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -47,6 +46,18 @@ from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.export import torch_export
 from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron.limits import unsupported_settings
+from nanotrain.interop.megatron.names import (
+    EXPERT_BIAS,
+    EXPERTS,
+    TABLES,
+    Block,
+    block_modules,
+    blocks,
+    leaves,
+    num_row_groups,
+    rotary_pairs,
+)
+from nanotrain.interop.megatron.rows import RotaryPairs
 from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
@@ -64,6 +75,7 @@ class MegatronChunk:
     box: Box  # the chunk in it
     sources: tuple[TensorBox, ...]  # boxes of our tensors
     num_groups: int = 1  # number of row groups of a source; the groups of the sources alternate
+    pairs: RotaryPairs | None = None  # the order there of rotary channels
 
 
 class StackIndex(NamedTuple):
@@ -71,10 +83,6 @@ class StackIndex(NamedTuple):
 
     number: int  # which of them
     size: int  # how many there are
-
-
-LEAVES = ("weight", "bias")
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
 
 
 def check_model(model_config: ModelConfig) -> None:
@@ -106,12 +114,21 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
     shape = ModelShape.of(model_config)
     sizes = checkpoint_shapes(model_config)
     for key, (module,) in TABLES["ends"].items():
-        for leaf in LEAVES:
-            sources = _find_sources([f"model/{module}{leaf}"], sizes)
-            if sources:
-                yield _join_chunk(key + leaf, sources)
-    for layer in range(shape.num_layers):
-        yield from _plan_layer(layer, sizes, shape=shape)
+        yield from _plan_module(key, module, sizes=sizes)
+    for block in blocks(shape):
+        yield from _plan_block(block, sizes, shape=shape)
+    for depth in range(shape.num_mtp_layers):
+        for key, (module,) in TABLES["mtp"].items():
+            ours = f"mtp.{depth}.{module}"
+            yield from _plan_module(f"mtp.layers.{depth}.{key}", ours, sizes=sizes)
+
+
+def _plan_module(key: str, module: str, *, sizes: Mapping[str, Shape]) -> Iterator[MegatronChunk]:
+    """The chunks of a module outside of the layers."""
+    for leaf in leaves(key):
+        sources = _find_sources([f"model/{module}{leaf}"], sizes)
+        if sources:
+            yield _join_chunk(key + leaf, sources)
 
 
 def _find_sources(names: Sequence[str], sizes: Mapping[str, Shape]) -> list[TensorBox]:
@@ -119,31 +136,32 @@ def _find_sources(names: Sequence[str], sizes: Mapping[str, Shape]) -> list[Tens
     return [TensorBox.full(name, sizes[name]) for name in names if name in sizes]
 
 
-def _plan_layer(
-    layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape
+def _plan_block(
+    block: Block, sizes: Mapping[str, Shape], *, shape: ModelShape
 ) -> Iterator[MegatronChunk]:
     """The chunks of a layer: in the tensors of all layers, or in its own where layers differ."""
-    if is_uniform(shape):
-        prefix, stack = "decoder.layers.", [StackIndex(layer, shape.num_layers)]
-    else:
-        prefix, stack = f"decoder.layers.{layer}.", []
-    modules = TABLES["attention"] | TABLES["moe" if shape.has_experts(layer) else "mlp"]
-    for key, parts in modules.items():
-        # query, key and value alternate by query group
-        num_groups = shape.query_groups if len(parts) == 3 else 1
-        for leaf in LEAVES:
-            names = [f"model/layers.{layer}.{part}{leaf}" for part in parts]
+    prefix = block.theirs
+    stack: list[StackIndex] = []
+    if block.stacked is not None and is_uniform(shape):
+        prefix = block.stacked
+        stack = [StackIndex(block.layer, shape.num_layers)]
+    for key, parts in block_modules(shape, block.layer).items():
+        # query, gate, key and value alternate by query group
+        num_groups = num_row_groups(shape, key)
+        pairs = rotary_pairs(shape, parts[0], layer=block.layer)
+        for leaf in leaves(key):
+            names = [f"model/{block.ours}{part}{leaf}" for part in parts]
             sources = _find_sources(names, sizes)
             if not sources:
                 continue
-            if key.startswith("mlp.experts."):
+            if key.startswith(EXPERTS):
                 yield from _plan_experts(prefix + key + leaf, sources, stack=stack)
-            else:
-                yield _join_chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
-    bias = "mlp.router.expert_bias"
-    sources = _find_sources([f"router/layers.{layer}.{bias}"], sizes)
+                continue
+            chunk = _join_chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
+            yield replace(chunk, pairs=pairs)
+    sources = _find_sources([f"router/{block.ours}{EXPERT_BIAS}"], sizes)
     if sources:
-        yield _join_chunk(prefix + bias, sources, stack=stack)
+        yield _join_chunk(prefix + EXPERT_BIAS, sources, stack=stack)
 
 
 def _plan_experts(
@@ -228,6 +246,8 @@ def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Te
     on.
     """
     first = sources[0]
+    if chunk.pairs is not None:
+        return chunk.pairs.to_pairs(first).reshape(chunk.box.shape)
     if len(sources) == 1:
         return first.reshape(chunk.box.shape)
     columns = first.shape[1:] if first.dim() < 3 else first.shape[2:]

@@ -20,14 +20,13 @@ def layer_settings(c: Settings) -> dict[str, bool]:
     across_heads = model.qk_layernorm_across_heads
     has_experts = c.has_experts
     return {
-        "multi_latent_attention": model.multi_latent_attention,
-        "attention_output_gate": model.attention_output_gate,
+        "attention_output_gate_per_head": model.attention_output_gate_per_head,
         "linear_attention_type": model.linear_attention_type is not None,
         "hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
-        "mtp_num_layers": bool(c.mtp.num_layers),
         "norm_placement other than pre": model.norm_placement != "pre",
         "qk_layernorm_across_heads": model.qk_layernorm and across_heads,
-        "softmax_type learnable": model.softmax_type == "learnable",
+        "sinks_in_windows_only": model.sinks_in_windows_only,
+        "sparse_attention_type": model.sparse_attention_type is not None,
         "add_bias_linear with experts": has_bias and has_experts,
         "scale_embeddings": model.scale_embeddings,
         "embedding_l2_norm": model.embedding_l2_norm,
@@ -78,7 +77,6 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "moe_output_norm": moe.output_norm,
         "moe_separate_norms": moe.separate_norms,
         "moe_shortcut": moe.shortcut,
-        "moe_latent_size": moe.latent_size is not None,
         "embedding_multiplier": model.embedding_multiplier != 1,
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,

@@ -4,11 +4,12 @@
     Placement.read    one box of a tensor of ours, wherever its rows lie
 
 A tensor there has the same columns. Its rows are those of several tensors of ours: one after
-another (gate and up of an MLP), or by query group (queries, keys and values). In front it may have
-a dim of layers and one of experts; other checkpoints have the number in the key instead.
+another (gate and up of an MLP), or by query group (queries, keys and values). Rotary channels of
+MLA are in another order. In front it may have a dim of layers and one of experts; other checkpoints
+have the number in the key instead.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,38 +19,35 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.hf.names import checkpoint_shapes
-from nanotrain.interop.megatron.export import LEAVES, TABLES
+from nanotrain.interop.megatron.names import (
+    EXPERT_BIAS,
+    EXPERTS,
+    TABLES,
+    Block,
+    block_modules,
+    blocks,
+    leaves,
+    num_row_groups,
+    rotary_pairs,
+)
+from nanotrain.interop.megatron.rows import RotaryPairs, Rows
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.shape import ModelShape
 
 Shape = tuple[int, ...]
 Read = Callable[[str, Box], Tensor]  # a box of a tensor there, by its key
-EXPERTS = "mlp.experts.experts."
 EMBEDDING = "embedding.word_embeddings.weight"
 STATE = "optimizer."  # beginning of the keys of optimizer state
 SHOWN = 4  # keys that an error lists
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a tensor of ours among those of theirs."""
+class Prefix:
+    """A beginning of keys."""
 
-    first: int  # the row there of our first one
-    per_group: int  # rows of ours that follow one another there
-    stride: int  # rows there from the beginning of a group to that of the next
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Runs of our rows start <= row < stop: first row, row after the last, first row there.
-
-        >>> list(Rows(first=4, per_group=2, stride=6).runs(1, 4))
-        [(1, 2, 5), (2, 4, 10)]
-        """
-        while start < stop:
-            group, within = divmod(start, self.per_group)
-            end = min(stop, (group + 1) * self.per_group)
-            yield start, end, self.first + group * self.stride + within
-            start = end
+    text: str
+    lead: Shape = ()  # index of the layer, in tensors of all layers
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Location:
 
     key: str
     lead: Shape  # indices of the dims in front: layer, expert
-    rows: Rows
+    rows: Rows | RotaryPairs
     shape: Shape  # of the tensor there, without the dims in front
 
 
@@ -77,15 +75,20 @@ class Placement:
     def __init__(self, model_config: ModelConfig, folder: TorchDistFolder) -> None:
         self.folder = folder
         self.sizes = checkpoint_shapes(model_config)
-        self._shape = ModelShape.of(model_config)
+        self.shape = ModelShape.of(model_config)
         self.prefix = find_prefix(folder)
         self.locations: dict[str, tuple[Location, ...]] = {}
         self._missing: list[str] = []
         self._found_keys: set[str] = set()  # keys that were found, also those beside the first
         for module, (part,) in TABLES["ends"].items():
-            self._add_module([module], [part], lead=())
-        for layer in range(self._shape.num_layers):
-            self._add_layer(layer)
+            self._add_module([module], [part], prefixes=[Prefix("")])
+        for block in blocks(self.shape):
+            self._add_block(block)
+        for depth in range(self.shape.num_mtp_layers):
+            for module, (part,) in TABLES["mtp"].items():
+                self._add_module(
+                    [module], [f"mtp.{depth}.{part}"], prefixes=[Prefix(f"mtp.layers.{depth}.")]
+                )
         self._check()
 
     def read(self, name: str, box: Box, *, read: Read | None = None) -> Tensor:
@@ -113,7 +116,7 @@ class Placement:
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self._shape.num_layers
+        return self.shape.num_layers
 
     @property
     def stored_keys(self) -> list[str]:
@@ -123,28 +126,38 @@ class Placement:
             keys |= dict.fromkeys(location.key for location in locations)
         return list(keys)
 
-    def _add_layer(self, layer: int) -> None:
+    def _add_block(self, block: Block) -> None:
         """The places of a layer."""
-        modules = TABLES["attention"]
-        modules = modules | TABLES["moe" if self._shape.has_experts(layer) else "mlp"]
+        prefixes = [Prefix(block.theirs)]
+        if block.stacked is not None:
+            prefixes.insert(0, Prefix(block.stacked, (block.layer,)))
         by_parts: dict[tuple[str, ...], list[str]] = {}
-        for module, parts in modules.items():
+        for module, parts in block_modules(self.shape, block.layer).items():
             by_parts.setdefault(tuple(parts), []).append(module)
         for parts, names in by_parts.items():
             others = [*names, *TABLES["other_names"].get(names[0], [])]
-            num_groups = self._shape.query_groups if len(parts) == 3 else 1
-            ours = [f"layers.{layer}.{part}" for part in parts]
-            self._add_module(others, ours, lead=(layer,), num_groups=num_groups)
-        bias = "mlp.router.expert_bias"
-        name = f"router/layers.{layer}.{bias}"
+            self._add_module(
+                others,
+                [block.ours + part for part in parts],
+                prefixes=prefixes,
+                num_groups=num_row_groups(self.shape, names[0]),
+                pairs=rotary_pairs(self.shape, parts[0], layer=block.layer),
+            )
+        name = f"router/{block.ours}{EXPERT_BIAS}"
         if name in self.sizes:
-            self._add_places([bias], {name: self.sizes[name]}, lead=(layer,), num_groups=1)
+            self._add_places([EXPERT_BIAS], {name: self.sizes[name]}, prefixes=prefixes)
 
     def _add_module(
-        self, modules: Sequence[str], parts: Sequence[str], *, lead: Shape, num_groups: int = 1
+        self,
+        modules: Sequence[str],
+        parts: Sequence[str],
+        *,
+        prefixes: Sequence[Prefix],
+        num_groups: int = 1,
+        pairs: RotaryPairs | None = None,
     ) -> None:
-        """The places of weights and biases of modules of ours in one of theirs."""
-        for leaf in LEAVES:
+        """The places of the tensors of modules of ours in one of theirs."""
+        for leaf in leaves(modules[0]):
             sizes = {}
             for part in parts:
                 name = f"model/{part}{leaf}"
@@ -152,13 +165,18 @@ class Placement:
                     sizes[name] = self.sizes[name]
             if sizes:
                 keys = [module + leaf for module in modules]
-                self._add_places(keys, sizes, lead=lead, num_groups=num_groups)
+                self._add_places(keys, sizes, prefixes=prefixes, num_groups=num_groups, pairs=pairs)
 
     def _add_places(
-        self, keys: Sequence[str], sizes: Mapping[str, Shape], *, lead: Shape, num_groups: int
+        self,
+        keys: Sequence[str],
+        sizes: Mapping[str, Shape],
+        *,
+        prefixes: Sequence[Prefix],
+        num_groups: int = 1,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """The places of tensors whose rows alternate by group in one tensor there."""
-        num_experts = 1
         numbered: list[int | None] = [None]
         own_sizes = dict(sizes)
         if keys[0].startswith(EXPERTS):
@@ -168,30 +186,32 @@ class Placement:
         num_rows = sum(size[0] for size in own_sizes.values())
         columns = next(iter(own_sizes.values()))[1:]
         for expert in numbered:
-            found = self._find_key(keys, lead=lead, expert=expert)
+            found = self._find_key(keys, prefixes=prefixes, expert=expert)
             if found is None:
-                self._missing.append(keys[0])
+                self._missing.append(prefixes[0].text + keys[0])
                 return
             key, front = found
             first = 0
             for name, size in own_sizes.items():
                 per_group = size[0] // num_groups
-                rows = Rows(first, per_group, num_rows // num_groups)
+                rows: Rows | RotaryPairs = Rows(first, per_group, num_rows // num_groups)
+                if pairs is not None:
+                    rows = pairs
                 location = Location(key, front, rows, (num_rows, *columns))
                 self.locations[name] = (*self.locations.get(name, ()), location)
                 first += per_group
 
     def _find_key(
-        self, keys: Sequence[str], *, lead: Shape, expert: int | None
+        self, keys: Sequence[str], *, prefixes: Sequence[Prefix], expert: int | None
     ) -> tuple[str, Shape] | None:
         """The key that the checkpoint has, and the indices of its dims in front."""
         found = []
         for key in keys:
-            for layers, front in layer_prefixes(lead):
+            for prefix in prefixes:
                 for own, index in expert_names(key, expert):
-                    full = f"{self.prefix}{layers}{own}"
+                    full = f"{self.prefix}{prefix.text}{own}"
                     if full in self.folder.tensors:
-                        found.append((full, front + index))
+                        found.append((full, prefix.lead + index))
         self._found_keys.update(key for key, _ in found)
         return found[0] if found else None
 
@@ -200,6 +220,9 @@ class Placement:
         complaints = []
         if self._missing:
             complaints.append(f"missing: {list_some(self._missing)}")
+        unplaced = [name for name in self.sizes if name not in self.locations]
+        if unplaced and not self._missing:
+            complaints.append(f"without a known name there: {list_some(unplaced)}")
         wrong = []
         for locations in self.locations.values():
             for location in locations:
@@ -226,11 +249,11 @@ class Placement:
 def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
     """One box of a tensor of ours, or of one expert of it, from the rows that it has there."""
     pieces = []
-    for start, stop, first in location.rows.runs(box.start[0], box.stop[0]):
-        low = (*location.lead, first, *box.start[1:])
-        high = (*(index + 1 for index in location.lead), first + stop - start, *box.stop[1:])
+    for run in location.rows.runs(box.start[0], box.stop[0]):
+        low = (*location.lead, run.first, *box.start[1:])
+        high = (*(index + 1 for index in location.lead), run.last, *box.stop[1:])
         values = read(location.key, Box(low, high))
-        pieces.append(values.reshape(stop - start, *box.shape[1:]))
+        pieces.append(values.reshape(-1, *box.shape[1:])[:: run.step])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -275,13 +298,6 @@ def is_weight(key: str) -> bool:
 def is_expert(name: str) -> bool:
     """Whether a tensor of ours has a dim of experts."""
     return ".mlp.experts." in name
-
-
-def layer_prefixes(lead: Shape) -> list[tuple[str, Shape]]:
-    """The beginnings of keys of a layer: with all layers in a tensor, and with one."""
-    if not lead:
-        return [("", ())]
-    return [("decoder.layers.", lead), (f"decoder.layers.{lead[0]}.", ())]
 
 
 def expert_names(key: str, expert: int | None) -> list[tuple[str, Shape]]:

@@ -1,5 +1,6 @@
 """Checkpoints of small models with random weights, for the export to Megatron-LM."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,8 +8,9 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Config, DataConfig
-from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.config.schema import to_dict
+from nanotrain.interop.hf.names import expert_bias_shapes
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
@@ -45,6 +47,16 @@ MOE = ModelConfig(
     moe=MoEConfig(**EXPERTS, **ROUTER),
 )
 MIXED = ModelConfig(**SIZES, num_query_groups=2, moe=MoEConfig(**EXPERTS, layer_freq="[0,1]"))
+GATED = replace(LLAMA, attention_output_gate=True, softmax_type="learnable")
+LATENT = MLAConfig(kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=5)
+MLA = ModelConfig(**SIZES, multi_latent_attention=True, mla=LATENT)
+DEEPSEEK = replace(
+    MOE,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    mla=replace(LATENT, q_lora_rank=12),
+    mtp=MTPConfig(num_layers=1),
+)
 
 
 def write_checkpoint(
@@ -54,11 +66,8 @@ def write_checkpoint(
     generator = torch.Generator().manual_seed(7)
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    if model_config.moe and model_config.moe.router_enable_expert_bias:
-        sizes |= {
-            f"router/layers.{layer}.mlp.router.expert_bias": (4,)
-            for layer in range(shape.num_layers)
-        }
+    for name, size in expert_bias_shapes(model_config).items():
+        sizes[f"router/{name}"] = size
     values = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     boxes = {TensorBox.full(name, value.shape): value for name, value in values.items()}
     config = to_dict(Config(model=model_config, data=DataConfig(data_path=["none"])))

@@ -15,12 +15,22 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
 from nanotrain.interop.megatron.export import export_megatron
 from tests.harness import run_ranks
-from tests.interop.megatron.models import GPT2, LLAMA, MOE, write_checkpoint
+from tests.interop.megatron.models import (
+    DEEPSEEK,
+    GATED,
+    GPT2,
+    LLAMA,
+    MLA,
+    MOE,
+    write_checkpoint,
+)
+from tests.interop.megatron.training import patch_core_attention
 
 if find_spec("megatron") is None:  # only the rank below imports it, which takes 2 s
     pytest.skip("needs megatron-core", allow_module_level=True)
 
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "moe": MOE}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "moe": MOE, "gated": GATED, "mla": MLA}
+MODELS["deepseek"] = DEEPSEEK
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 32}
 ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
 LEARNED = {
@@ -41,11 +51,19 @@ EXPERTS = {
 }
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 EXPERTS |= {"moe_shared_expert_gate": True}
+GATES = {"qk_layernorm": True, "attention_output_gate": True, "softmax_type": "learnable"}
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": 4}
+LATENT |= {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+LATENT |= {"rope_type": "rope", "rotary_scaling_factor": 1.0, "q_lora_rank": None}
+TIED = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": True}
 # settings of the transformer, and of the model
 THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SWIGLU | {"qk_layernorm": True}, ROPE),
     "gpt2": ({}, LEARNED),
     "moe": (SWIGLU | EXPERTS, ROPE),
+    "gated": (SWIGLU | GATES, ROPE),
+    "mla": (SWIGLU | LATENT, TIED),
+    "deepseek": (SWIGLU | LATENT | EXPERTS | {"q_lora_rank": 12, "mtp_num_layers": 1}, ROPE),
 }
 
 
@@ -53,9 +71,12 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
     """In a process of its own: Megatron's model parallelism and its patches of torch are global."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron moves its tables there
@@ -63,6 +84,7 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     # 0.16.1 leaves it undefined where transformer-engine is not installed
     moe_utils.te_general_gemm = None
+    patch_core_attention()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -75,15 +97,25 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
             | settings
             | {"use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
         )
-        config = TransformerConfig(**settings)
+        is_latent = "multi_latent_attention" in settings
+        config = (MLATransformerConfig if is_latent else TransformerConfig)(**settings)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        mtp_spec = None
+        if config.mtp_num_layers:
+            mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
-            config, spec, vocab_size=40, max_sequence_length=12, **model_settings
+            config,
+            spec,
+            vocab_size=40,
+            max_sequence_length=12,
+            mtp_block_spec=mtp_spec,
+            **model_settings,
         ).eval()
         folder = root / name / "megatron" / "iter_0000003"
         model.load_state_dict(
             dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))["model"]
         )
+        config.mtp_num_layers, model.mtp_process = None, False  # its losses need labels
         with torch.no_grad():
             logits[name] = model(tokens, tokens, mask)
     return logits

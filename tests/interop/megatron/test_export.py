@@ -14,14 +14,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nanotrain.config.model import ModelConfig, MTPConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.export import check_model, export_megatron, plan_chunks
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
-from tests.interop.megatron.models import GPT2, LLAMA, MIXED, MOE, write_checkpoint
+from tests.interop.megatron.models import (
+    DEEPSEEK,
+    GATED,
+    GPT2,
+    LLAMA,
+    MIXED,
+    MLA,
+    MOE,
+    write_checkpoint,
+)
 
 STACK = "decoder.layers."
+# norms that are written twice, as transformer-engine and the local modules name them
+COPIES = ("pre_mlp_layernorm.weight", "_up_proj.layer_norm_weight")
 
 
 def exported(tmp_path: Path, model_config: ModelConfig, **options: str):
@@ -157,8 +168,8 @@ def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model_config",
-    [LLAMA, GPT2, replace(GPT2, qk_layernorm=True), MOE, MIXED],
-    ids=["llama", "gpt2", "norms", "moe", "mixed"],
+    [LLAMA, GPT2, replace(GPT2, qk_layernorm=True), MOE, MIXED, GATED, MLA, DEEPSEEK],
+    ids=["llama", "gpt2", "norms", "moe", "mixed", "gated", "mla", "deepseek"],
 )
 def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
     check_model(model_config)
@@ -168,7 +179,7 @@ def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
         assert sum(source.box.numel for source in chunk.sources) == chunk.box.numel
         filled[chunk.key] += chunk.box.numel
         sizes[chunk.key] = prod(chunk.shape)
-        is_copy = chunk.key.endswith("pre_mlp_layernorm.weight")  # of the norm before experts
+        is_copy = chunk.key.endswith(COPIES)
         read.update({} if is_copy else {source.name: source.box.numel for source in chunk.sources})
     assert filled == sizes
     declared = {
@@ -182,9 +193,9 @@ def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
 
 def test_all_obstacles_are_one_error() -> None:
     model_config = replace(
-        LLAMA, mtp=MTPConfig(num_layers=1), scale_embeddings=True, final_logit_softcapping=30.0
+        LLAMA, layer_scale=True, scale_embeddings=True, final_logit_softcapping=30.0
     )
     with pytest.raises(
-        CheckpointError, match="mtp_num_layers, scale_embeddings, final_logit_softcapping"
+        CheckpointError, match="scale_embeddings, layer_scale, final_logit_softcapping"
     ):
         check_model(model_config)

@@ -9,9 +9,18 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.megatron.export import export_megatron
-from nanotrain.interop.megatron.placement import Placement, Rows, find_prefix
+from nanotrain.interop.megatron.placement import Placement, find_prefix
 from nanotrain.spec.boxes import Box
-from tests.interop.megatron.models import GPT2, LLAMA, MIXED, MOE, write_checkpoint
+from tests.interop.megatron.models import (
+    DEEPSEEK,
+    GATED,
+    GPT2,
+    LLAMA,
+    MIXED,
+    MLA,
+    MOE,
+    write_checkpoint,
+)
 
 
 def exported(tmp_path: Path, model_config: ModelConfig) -> TorchDistFolder:
@@ -20,7 +29,9 @@ def exported(tmp_path: Path, model_config: ModelConfig) -> TorchDistFolder:
 
 
 @pytest.mark.parametrize(
-    "model_config", [LLAMA, GPT2, MOE, MIXED], ids=["llama", "gpt2", "moe", "mixed"]
+    "model_config",
+    [LLAMA, GPT2, MOE, MIXED, GATED, MLA, DEEPSEEK],
+    ids=["llama", "gpt2", "moe", "mixed", "gated", "mla", "deepseek"],
 )
 def test_any_box_of_what_was_exported(tmp_path: Path, model_config: ModelConfig) -> None:
     ours = write_checkpoint(tmp_path / "run", model_config)
@@ -33,12 +44,6 @@ def test_any_box_of_what_was_exported(tmp_path: Path, model_config: ModelConfig)
         stop = tuple(length - length // 4 for length in size)
         box = Box(start, stop)
         assert torch.equal(placement.read(name, box), expected[box.slices()]), name
-
-
-def test_rows_of_a_group() -> None:
-    rows = Rows(first=2, per_group=2, stride=5)
-    assert list(rows.runs(0, 6)) == [(0, 2, 2), (2, 4, 7), (4, 6, 12)]
-    assert list(rows.runs(3, 3)) == []
 
 
 def test_another_model_is_one_error(tmp_path: Path) -> None:

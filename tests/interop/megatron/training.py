@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.overrides import TorchFunctionMode
 
 SEQ_LENGTH, GLOBAL_BATCH, MICRO_BATCH, ROWS, VOCAB_SIZE = 12, 8, 2, 48, 40
@@ -159,12 +159,41 @@ def patch_for_cpu() -> None:
     torch.cuda.Stream = lambda *_, **__: None
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
+    patch_core_attention()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
     filesystem_async._process_memory = lambda: 0
     # it is filled by this process; the server of megatron-core's own queue would outlive the rank
     filesystem_async._results_queue = queue.Queue()
     # it forks writers, which a rank of the harness may not
     multiprocessing.current_process()._config["daemon"] = False
+
+
+def patch_core_attention() -> None:
+    """Heads whose values have another width than their keys, in megatron-core's own attention.
+
+    Without transformer-engine it has none for MLA: the softmax is torch's.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    multi_latent_attention.TELinear = type("TELinear", (), {})  # it is compared with
+    build, compute = DotProductAttention.__init__, DotProductAttention.forward
+    if build.__name__ == "build_latent":
+        return
+
+    def build_latent(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.value_channels = kwargs.pop("v_channels", None)
+        kwargs.pop("k_channels", None)
+        build(self, *args, **kwargs)
+
+    def compute_latent(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any):
+        if self.value_channels is None:
+            return compute(self, query, key, value, *args, **kwargs)
+        heads = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        output = scaled_dot_product_attention(*heads, is_causal=True, scale=self.softmax_scale)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    DotProductAttention.__init__, DotProductAttention.forward = build_latent, compute_latent
 
 
 def numbers_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
