@@ -7,6 +7,7 @@ export-dcp | export-megatron | publish
 from collections.abc import Sequence
 
 from nanotrain.cli.addresses import read_name, read_path, show, written_path
+from nanotrain.cli.export_megatron import export_megatron
 from nanotrain.cli.import_megatron import import_megatron
 from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.cli.publish_checkpoint import publish_checkpoint
@@ -172,21 +173,6 @@ def export_dcp(argv: Sequence[str]) -> int:
     from nanotrain.interop.dcp.export import export_dcp as export
 
     show(export(args.path, args.output))
-    return 0
-
-
-def export_megatron(argv: Sequence[str]) -> int:
-    """Write the weights of a checkpoint for Megatron-LM (torch_dist)."""
-    parser = CommandParser("checkpoint export-megatron", export_megatron)
-    parser.add_argument("path", type=read_path, help=CHECKPOINT)
-    parser.add_argument(
-        "output", type=written_path, help="the folder to write, for --load of Megatron-LM"
-    )
-    add_dtype(parser)
-    args = parser.parse_args(argv)
-    from nanotrain.interop.megatron.export import export_megatron as export
-
-    show(export(args.path, args.output, dtype=args.dtype))
     return 0
 
 

@@ -1,6 +1,9 @@
 """Checkpoints of Megatron-LM, out and in.
 
-export.py, limits.py      weights as a `torch_dist` checkpoint; the models that have none
+export_run.py             a `torch_dist` checkpoint from one of ours
+export.py, limits.py      its weights; the models that have none
+export_state.py           main parameters, moments and counters in it
+export_arguments.py       the arguments of our configuration
 names.yaml                the names of modules there, and of ours that they join
 folder.py                 the files of a checkpoint; its tensors and pickles are read by interop/dcp
 arguments.py              its arguments as a configuration

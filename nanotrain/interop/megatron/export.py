@@ -1,16 +1,9 @@
-"""Write the weights of a checkpoint as a `torch_dist` checkpoint of Megatron-LM.
+"""The weights of a model in the tensors of Megatron-LM's `torch_dist` checkpoints.
 
-    export_megatron   the folder
-    check_model       the error for a model that cannot be written
-    plan_chunks       the chunks of all tensors (pure): our boxes in their boxes
-    join_rows         the values of a chunk
-
-One chunk is in memory at a time.
-
-FOLDER/latest_checkpointed_iteration.txt    the step, or "release" for step 0
-FOLDER/iter_0000300/metadata.json           the names of the formats
-FOLDER/iter_0000300/common.pt               step and version; only built-in types
-FOLDER/iter_0000300/.metadata, *.distcp     the tensors, as torch.distributed.checkpoint writes them
+    check_model    the error for a model that cannot be written
+    plan_chunks    the chunks of all tensors (pure): our boxes in their boxes
+    join_rows      the values of a chunk
+    extra_states   the names of the empty states beside them
 
 Megatron-LM stacks the layers of a model along a new first dim, and the experts of a layer along a
 second one; where only some layers have experts, every layer has tensors of its own name. The rows
@@ -19,31 +12,14 @@ of `linear_qkv` are grouped by query group (its query heads, its key head, its v
 names of transformer-engine's fused layers.
 """
 
-import io
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from nanotrain.checkpoint.manifest import Manifest
-from nanotrain.checkpoint.read import read_box
-from nanotrain.checkpoint.store import find_manifest
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp.export import torch_export
 from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron.limits import unsupported_settings
 from nanotrain.interop.megatron.names import (
@@ -58,8 +34,6 @@ from nanotrain.interop.megatron.names import (
     rotary_pairs,
 )
 from nanotrain.interop.megatron.rows import RotaryPairs
-from nanotrain.log import progress
-from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.shape import ModelShape
 
@@ -195,50 +169,6 @@ def _join_chunk(
     return MegatronChunk(key, shape, Box(start, stop), tuple(sources), num_groups)
 
 
-class _ChunkPlanner(DefaultSavePlanner):
-    """Plans the given chunks instead of a state dict, and reads a chunk when it is written."""
-
-    def __init__(
-        self, path: Path, manifest: Manifest, *, chunks: Sequence[MegatronChunk], dtype: str
-    ) -> None:
-        super().__init__(flatten_state_dict=False)
-        self.path = path
-        self.manifest = manifest
-        self.dtype = dtype
-        self.chunks = {(chunk.key, chunk.box.start): chunk for chunk in chunks}
-
-    def create_local_plan(self) -> SavePlan:
-        """One item per chunk, and one per linear layer for its empty state."""
-        items = [self._item(chunk) for chunk in self.chunks.values()]
-        for name in _extra_states(self.chunks.values()):
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The values of one item of the plan."""
-        index = write_item.index
-        if index.offset is None:
-            empty = io.BytesIO()
-            torch.save([None], empty)  # a list with one entry per rank that loads it
-            return empty
-        chunk = self.chunks[index.fqn, tuple(index.offset)]
-        sources = [read_box(self.path, self.manifest, box=box) for box in chunk.sources]
-        return join_rows(sources, chunk).to(self._dtype(chunk))
-
-    def _item(self, chunk: MegatronChunk) -> WriteItem:
-        start = torch.Size(chunk.box.start)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=start, sizes=torch.Size(chunk.box.shape)),
-            properties=TensorProperties(dtype=self._dtype(chunk)),
-            size=torch.Size(chunk.shape),
-        )
-        return WriteItem(MetadataIndex(chunk.key, start), WriteItemType.SHARD, tensor_data=data)
-
-    def _dtype(self, chunk: MegatronChunk) -> torch.dtype:
-        return torch.float32 if chunk.key.endswith("expert_bias") else TORCH_DTYPES[self.dtype]
-
-
 def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Tensor:
     """The values of a chunk from its sources, [..., rows] or [..., rows, columns].
 
@@ -255,51 +185,7 @@ def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Te
     return torch.cat(groups, dim=1).reshape(chunk.box.shape)
 
 
-@progress("exporting")
-def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
-    """Write the weights of a checkpoint for Megatron-LM; returns a summary line.
-
-    Args:
-        path: step folder, or run folder for its newest.
-        output: the folder for --load of Megatron-LM; must not exist or be empty.
-        dtype: dtype of the weights: fp32, bf16 or fp16; expert biases are fp32.
-
-    Raises:
-        CheckpointError: no complete checkpoint, a damaged chunk, a model that Megatron-LM has no
-            names for, or `output` has files.
-        EnvironmentFault: `output` cannot be written; nothing is left there.
-    """
-    source, manifest = find_manifest(Path(path))
-    model_config = config_from_dict(manifest.config).model
-    check_model(model_config)
-    chunks = list(plan_chunks(model_config))
-    if manifest.step:
-        name, tracker = f"iter_{manifest.step:07d}", str(manifest.step)
-    else:
-        name = tracker = "release"
-    planner = _ChunkPlanner(source, manifest, chunks=chunks, dtype=dtype)
-    nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
-    with torch_export(output, nbytes=nbytes) as parent:
-        folder = parent / name
-        writer = FileSystemWriter(folder, thread_count=1)
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
-        common = _common_state(model_config, step=manifest.step)
-        torch.save(common, folder / "common.pt")
-        (folder / "metadata.json").write_text(json.dumps(TABLES["metadata"]))
-        (parent / "latest_checkpointed_iteration.txt").write_text(tracker)
-    num_tensors = len({chunk.key for chunk in chunks})
-    return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {source}"
-
-
-def _common_state(model_config: ModelConfig, *, step: int) -> dict[str, Any]:
-    """State that Megatron-LM reads before the tensors; without `args` it compares no settings."""
-    content = {"singleton_local_shards": False}
-    if not is_uniform(ModelShape.of(model_config)):
-        content["non_homogeneous_layers"] = True
-    return {"iteration": step, "checkpoint_version": 3.0, "content_metadata": content}
-
-
-def _extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
+def extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
     """Names of the empty states that Megatron-LM stores with its parallel linear layers."""
     for chunk in chunks:
         if not chunk.key.endswith(tuple(TABLES["parallel_linear"])):

@@ -206,10 +206,10 @@ def objects_of(opened: MegatronCheckpoint) -> dict[str, Any]:
     batch_size = config.train.global_batch_size or config.train.micro_batch_size
     counters = opened.counters
     scale = counters.loss_scale or {
-        "scale": 1.0,
+        "scale": config.precision.loss_scale or 1.0,
         "is_dynamic": False,
         "clean_steps": 0,
-        "overflows_left": 1,
+        "overflows_left": config.precision.hysteresis,
     }
     return {
         "train": {

@@ -167,7 +167,8 @@ def read_counters(folder: TorchDistFolder, common: CommonState) -> Counters:
             whole_number(scheduler["num_steps"], "num_steps of opt_param_scheduler")
         if len(steps) > 1:
             raise ValueError(f"parameters have different numbers of updates: {sorted(steps)}")
-        scale = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
+        # that of a constant scale is empty
+        scale = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
         return Counters(
             num_updates=steps.pop() if steps else common.step,
             loss_scale=None if scale is None else loss_scale_of(scale),
@@ -194,13 +195,16 @@ def optimizer_states(content: Any) -> list[dict[str, Any]]:
 
 
 def steps_of(state: Mapping[str, Any]) -> set[int]:
-    """The numbers of updates that an optimizer names."""
+    """The numbers of updates that an optimizer names.
+
+    Where they are counted per parameter, those of the groups are from an earlier load.
+    """
     inner = state.get("optimizer", state)
     steps = set()
     if isinstance(inner, dict):
         shared = inner.get("state")
         if isinstance(shared, dict) and "common_step" in shared:
-            steps.add(number_of(shared["common_step"], "common_step"))
+            return {number_of(shared["common_step"], "common_step")}
         for group in inner.get("param_groups", []):
             if isinstance(group, dict) and group.get("step") is not None:
                 steps.add(number_of(group["step"], "step"))

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
-from nanotrain.interop.megatron.export import export_megatron
+from nanotrain.interop.megatron.export_run import export_megatron
 from tests.harness import run_ranks
 from tests.interop.megatron.models import (
     DEEPSEEK,

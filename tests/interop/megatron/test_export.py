@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.megatron.export import check_model, export_megatron, plan_chunks
+from nanotrain.interop.megatron.export import check_model, plan_chunks
+from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 from tests.interop.megatron.models import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanotrain.cli.main import main
-from nanotrain.interop.megatron.export import export_megatron
+from nanotrain.interop.megatron.export_run import export_megatron
 from tests.interop.dcp.test_pickles import Call
 from tests.interop.megatron.models import LLAMA, write_checkpoint
 from tests.interop.megatron.training import CASES, arguments_of

@@ -13,7 +13,7 @@ from nanotrain.checkpoint.plan import split_box
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.interop.dcp.tensors import TorchDistFolder
-from nanotrain.interop.megatron.export import export_megatron
+from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.interop.megatron.import_run import import_megatron
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import LLAMA, write_checkpoint

@@ -30,6 +30,7 @@ SCALER = {
         {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [{"lr": 0.1}]},
         {"optimizer": {"state": {"common_step": 7}, "param_groups": []}},
         {"optimizer": {"param_groups": [{"step": 7}, {"step": 7.0}]}},
+        {"state": {"common_step": 7}, "param_groups": [{"step": 2}]},  # of an earlier load
         {0: {"optimizer": {"param_groups": [{"step": 7}]}}, 1: {"optimizer": {}}},
         [{"optimizer": {"param_groups": [{"step": 7}]}}],
     ],
@@ -42,6 +43,7 @@ def test_the_loss_scale() -> None:
     scale = counters_of({"optimizer": {}, "grad_scaler": SCALER}).loss_scale
     assert scale == {"scale": 4096.0, "is_dynamic": True, "clean_steps": 3, "overflows_left": 2}
     assert counters_of({}).loss_scale is None
+    assert counters_of({"optimizer": {}, "grad_scaler": {}}).loss_scale is None  # a constant one
     assert counters_of({}).num_updates == 9  # the step
 
 

@@ -8,7 +8,7 @@ import torch
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TorchDistFolder
-from nanotrain.interop.megatron.export import export_megatron
+from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.interop.megatron.placement import Placement, find_prefix
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import (

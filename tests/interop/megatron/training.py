@@ -1,6 +1,7 @@
 """Megatron-core trains small models on the CPU and saves them, for the import of its checkpoints.
 
-train_cases(ctx, root, names)    for run_ranks with processes: its layouts and its patches are global
+train_cases(ctx, root, names)            for run_ranks with processes: its layouts and its patches are global
+continue_cases(ctx, folders, cases)      the same from checkpoints
 
 There is no GPU, so tensors for one are put on the CPU; without transformer-engine its layers are the
 local ones. Samples are the tokens of `tokens()` in order, two per microbatch.
@@ -150,10 +151,24 @@ def arguments_of(case: Case, *, samples: int) -> Namespace:
 def patch_for_cpu() -> None:
     """Megatron-core 0.16 without a GPU, transformer-engine and psutil."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states_and_step(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
+        """With the number of updates, which the Adam of transformer-engine has in its groups; that
+        of torch adds to the one of every parameter.
+        """
+        group, index = optimizer.model_param_group_index_map[param]
+        main = optimizer.optimizer.param_groups[group]["params"][index]
+        state = optimizer.optimizer.state[main]
+        state["step"] = state["step"].clone()
+        set_states(optimizer, param, {"step": state["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_and_step
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = lambda *_, **__: None
@@ -358,9 +373,7 @@ class Training:
             "checkpoint_version": 3.0,
             "iteration": step,
         }
-        for index, model in enumerate(self.models):
-            name = f"model{index}" if self.case.vpp else "model"
-            bare = model.module.module if self.case.is_bf16 else model.module
+        for name, bare in self.bare_models.items():
             state[name] = bare.sharded_state_dict(metadata=metadata)
         state["optimizer"] = self.optimizer.sharded_state_dict(state, metadata=metadata)
         state["opt_param_scheduler"] = self.schedule.state_dict()
@@ -369,6 +382,45 @@ class Training:
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(target), content_metadata=content)
         (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+    def close(self) -> None:
+        """Give its process groups back."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+    def load(self, folder: Path) -> int:
+        """Load the newest checkpoint of a folder as the training program does; its step."""
+        from megatron.core import dist_checkpointing, parallel_state
+
+        step = int((folder / "latest_checkpointed_iteration.txt").read_text())
+        path = str(folder / f"iter_{step:07d}")
+        common = dist_checkpointing.load_common_state_dict(path)
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+        metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self.case.form is not None:
+            self.step(0)  # without transformer-engine there is no state to fill before a step
+        state: dict[str, Any] = {}
+        for name, bare in self.bare_models.items():
+            state[name] = bare.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+        loaded = dist_checkpointing.load(state | {"optimizer": optimizer}, path)
+        for name, bare in self.bare_models.items():
+            bare.load_state_dict(loaded[name])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.schedule.num_steps = 0
+        self.schedule.load_state_dict(loaded["opt_param_scheduler"])
+        assert loaded["args"].consumed_train_samples == step * GLOBAL_BATCH
+        return step
+
+    @property
+    def bare_models(self) -> dict[str, Any]:
+        """The models without their wrappers, by their names in a checkpoint."""
+        models = {}
+        for index, model in enumerate(self.models):
+            name = f"model{index}" if self.case.vpp else "model"
+            models[name] = model.module.module if self.case.is_bf16 else model.module
+        return models
 
 
 def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
@@ -387,14 +439,8 @@ def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Ten
 
 def train_cases(ctx: Any, root: Path, names: list[str]) -> dict[str, list[Any]]:
     """Train every case for STEPS steps, saved after SAVED and after all; loss and norm by step."""
-    from megatron.core import parallel_state
-
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    patch_for_cpu()
     rows = {}
-    with OnCPU():
+    with megatron_on_cpu():
         for name in names:
             training = Training(CASES[name])
             rows[name] = []
@@ -403,5 +449,31 @@ def train_cases(ctx: Any, root: Path, names: list[str]) -> dict[str, list[Any]]:
                 if number + 1 == SAVED:
                     training.save(root / name, SAVED)
             training.save(root / f"{name}-end", STEPS)
-            parallel_state.destroy_model_parallel()
+            training.close()
     return rows
+
+
+def continue_cases(
+    ctx: Any, folders: dict[str, Path], cases: dict[str, Case]
+) -> dict[str, list[Any]]:
+    """Load every folder and train to STEPS, saved in FOLDER-end; loss and norm by step."""
+    rows = {}
+    with megatron_on_cpu():
+        for name, case in cases.items():
+            training = Training(case)
+            first = training.load(folders[name])
+            rows[name] = [training.step(number) for number in range(first, STEPS)]
+            training.save(folders[name].with_name(f"{name}-end"), STEPS)
+            training.close()
+    return rows
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Megatron-core in this process, of one rank where there are no others."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    patch_for_cpu()
+    with OnCPU():
+        yield
