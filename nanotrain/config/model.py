@@ -126,9 +126,11 @@ class ModelConfig(ModelFields):
     @property
     def window_rotary_dim(self) -> int:
         """Rotated channels of a head in layers with a window."""
-        if self.window_kv_channels is None and not self.rotary_proportional:
+        if self.mla is not None:
             return self.rotary_dim
-        percent = 1.0 if self.rotary_proportional else self.rotary_percent
+        if self.rotary_proportional:
+            return self.window_head_dim
+        percent = self.window_rotary_percent or self.rotary_percent
         return int(self.window_head_dim * percent)
 
     @property

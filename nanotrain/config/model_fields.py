@@ -25,6 +25,7 @@ from nanotrain.config.option import above, at_least, between, option, section
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
 LayerNormParameters = Literal["weight_and_bias", "weight", "none"]
+GateActivation = Literal["sigmoid", "softplus"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal[
     "gelu", "gelu_tanh", "relu", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"
@@ -113,6 +114,9 @@ class ModelFields:
     window_kv_channels: int | None = option(None, check=at_least(1))
     """channels of a head in layers with a window (Gemma 4); unset: kv_channels"""
 
+    window_num_attention_heads: int | None = option(None, check=at_least(1, at_most=100_000))
+    """query heads in layers with a window (Laguna); unset: as in the others"""
+
     window_query_groups: int | None = option(None, check=at_least(1))
     """key/value heads in layers with a window (MiMo-V2); unset: as in the others"""
 
@@ -161,6 +165,9 @@ class ModelFields:
     """layers without rotary positions: N for every Nth layer, 0 for none, or a pattern such as
     [0]*3+[1] with 1 for each of them
     """
+
+    window_rotary_percent: float | None = option(None, check=above(0))
+    """rotary_percent of layers with a window (Laguna); unset: as in the others"""
 
     use_rope_scaling: bool = option(False)
     """RoPE frequency scaling of Llama 3.1"""
@@ -361,12 +368,13 @@ class ModelFields:
     """
 
     attention_output_gate: bool = option(False)
-    """multiply the output of attention by the sigmoid of a learned projection of the token
-    (Qwen3-Next)
-    """
+    """multiply the output of attention by gates, a learned projection of the token (Qwen3-Next)"""
 
     attention_output_gate_per_head: bool = option(False)
     """attention_output_gate: one gate per head instead of one per channel (LFM3)"""
+
+    attention_output_gate_activation: GateActivation = option("sigmoid")
+    """attention_output_gate: sigmoid or softplus (Laguna)"""
 
     hybrid_layer_pattern: str | None = option(None)
     """one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent

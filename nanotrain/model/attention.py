@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.attention.call import largest_logits
@@ -45,6 +46,12 @@ from nanotrain.parallel.tp.layers import (
 )
 from nanotrain.spec.shape import ModelShape
 
+# functions of the gates of outputs, in fp32 of bf16 inside of torch
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
+
 
 class HeadAttention(nn.Module):
     """What attention has in common, with and without keys and values of its own."""
@@ -67,6 +74,7 @@ class HeadAttention(nn.Module):
         self.head_dim = shape.head_dim
         self.value_head_dim = shape.value_head_dim
         self.gate_channels = shape.gate_channels
+        self.gate_activation = GATE_ACTIVATIONS[shape.attention_output_gate_activation]
         self.has_window = shape.has_window(layer)
         self.has_rope = shape.has_rope(layer)
         self.kept_sources = shape.kept(layer)
@@ -75,7 +83,7 @@ class HeadAttention(nn.Module):
         # the core attention divides scores by the root of the head dim
         scale = model_config.softmax_scale
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
-        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
+        self.scores = LayerScores(model_config, shape, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
         self.core_attention: Callable[..., Tensor] = parallel.core_attention
         self.dropout = HiddenDropout(
@@ -143,9 +151,9 @@ class HeadAttention(nn.Module):
         return apply_rotary(norm(heads), rotary)
 
     def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
-        """[B, S, N, Dv] times the sigmoid of a gate and a factor -> [B, S, N Dv]."""
+        """[B, S, N, Dv] times the activation of a gate and a factor -> [B, S, N Dv]."""
         if gate is not None:
-            attended = attended * gate.sigmoid()
+            attended = attended * self.gate_activation(gate)
         if self.factor != 1.0:
             attended = attended * self.factor
         return attended.flatten(2)
@@ -246,6 +254,7 @@ class LayerScores:
 
     Args:
         model_config: type of the softmax, softcap of the scores, rate of dropout.
+        shape: shape of the layer.
         layer: index in the model.
         parallel: tp shards the heads.
 
@@ -253,13 +262,15 @@ class LayerScores:
         max_logits: counts the logits in training; None where they are not tracked.
     """
 
-    def __init__(self, model_config: ModelConfig, *, layer: int, parallel: ModelParallel) -> None:
+    def __init__(
+        self, model_config: ModelConfig, shape: ModelShape, *, layer: int, parallel: ModelParallel
+    ) -> None:
         tp = parallel.tp.group
         self.layer = layer
         self.softcap = model_config.attn_logit_softcapping
         self.rate = model_config.attention_dropout
         self.has_zero_sink = model_config.softmax_type == "off-by-one"
-        self.num_heads = ModelShape.of(model_config).num_heads // tp.size
+        self.num_heads = shape.num_heads // tp.size
         self.first_head = tp.index * self.num_heads
         self.max_logits: MaxLogits | None = None
         if parallel.tracks_logits:

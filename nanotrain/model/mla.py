@@ -68,7 +68,7 @@ class MultiLatentAttention(nn.Module):
         self.query_sizes = (mla.qk_head_dim, mla.qk_pos_emb_head_dim)
         self.key_value_sizes = (mla.qk_head_dim, shape.value_head_dim)
         self.compressed_sizes = (mla.kv_lora_rank, mla.qk_pos_emb_head_dim)
-        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
+        self.scores = LayerScores(model_config, shape, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
         self.core_attention: Callable[..., Any] = parallel.core_attention
 

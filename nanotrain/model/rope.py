@@ -127,7 +127,8 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        is_local: use the base of layers with a window, without scaling, where the model has one.
+        is_local: use the width of layers with a window, and their base, without scaling, where
+            the model has one.
     """
 
     def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
@@ -135,7 +136,8 @@ class RotaryTables:
         self._length = 1.0  # factor of rotated queries and keys
         self._query_scale: QueryScale | None = None
         yarn = model_config.yarn
-        if yarn is not None and not is_local:
+        has_own_base = is_local and model_config.rotary_base_local is not None
+        if yarn is not None and not has_own_base:
             self._length = yarn.rotary_mscale
             if yarn.query_scaling_beta != 0:
                 self._query_scale = QueryScale(

@@ -160,9 +160,9 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         if sizes.cp_comm_type == "a2a" and not is_full:
             # a core attention that runs again alone, not in a layer, ends at its last saved tensor:
             # the output is not sent
-            heads = plan.shape.num_heads // sizes.tp
-            value_head_dim = plan.shape.for_layer(layer).value_head_dim
-            output = sizes.tokens * heads * value_head_dim * sizes.itemsize
+            shape = plan.shape.for_layer(layer)
+            heads = shape.num_heads // sizes.tp
+            output = sizes.tokens * heads * shape.value_head_dim * sizes.itemsize
             unsent = reduced_bytes(output, sizes.cp)
         for operator in block_operators(sizes, layer):
             is_again = is_full or operator.module == "core_attn"

@@ -81,7 +81,8 @@ class ModelShape:
     # positions of a chunk, to which they attend in place of a window
     attention_chunk_size: int | None = None
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
-    # key/value heads of these layers; None for those of the others
+    # query heads of these layers, and their key/value heads; None for those of the others
+    window_num_attention_heads: int | None = None
     window_query_groups: int | None = None
     # widths of their query or key heads, and of their value heads; 0 for those of the others
     window_head_dim: int = 0
@@ -101,8 +102,9 @@ class ModelShape:
     # the earlier layer whose indexer selects the keys of each layer; None: its own, or none
     selection_sources: tuple[int | None, ...] = ()
     layer_scale: bool = False  # a learned factor of the hidden states after each layer
-    has_output_gate: bool = False  # attention multiplies its output by a sigmoid
+    has_output_gate: bool = False  # attention multiplies its output by gates
     attention_output_gate_per_head: bool = False  # one for all channels of a head
+    attention_output_gate_activation: str = "sigmoid"
     rotary_dim: int = 0  # channels of a head with rotary positions
     has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
     layer_input_size: int = 0  # channels of the input of its own that each layer reads
@@ -217,6 +219,7 @@ class ModelShape:
             "attention_k_eq_v": self.attention_k_eq_v and not has_window,
         }
         if has_window:
+            own["num_heads"] = self.window_num_attention_heads or self.num_heads
             own["query_groups"] = self.window_query_groups or self.query_groups
             own["head_dim"] = self.window_head_dim or self.head_dim
             own["value_head_dim"] = self.window_value_head_dim or self.value_head_dim

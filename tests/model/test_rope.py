@@ -216,6 +216,16 @@ def test_a_shorter_sequence_after_a_longer_one_has_its_own_tables() -> None:
             assert torch.equal(getattr(tables, name), getattr(fresh, name)), (name, length)
 
 
+def test_layers_with_a_window_rotate_their_share_as_the_other_layers_do():
+    """Without a base of their own they are scaled alike, which also lengthens them."""
+    model = replace(YARN, rotary_percent=1.0, window_rotary_percent=0.5)
+    like = torch.zeros(1)
+    local = RotaryTables(model, is_local=True).at(40, like=like)
+    half = RotaryTables(replace(YARN, rotary_percent=0.5)).at(40, like=like)
+    assert local.cos.shape[-1] == model.head_dim // 4
+    assert torch.equal(local.cos, half.cos) and torch.equal(local.sin, half.sin)
+
+
 def test_layers_with_a_window_have_plain_frequencies_beside_yarn():
     """Their base is another one, and neither factors nor lengths of the other layers apply."""
     model = replace(

@@ -86,6 +86,8 @@ MODELS = {
     "values with a norm": f"{LLAMA} --qk-layernorm --value-l2-norm",
     "math": f"{LLAMA} --attention-backend unfused",
     "output gate": f"{LLAMA} --attention-output-gate",
+    "softplus gates": f"{LLAMA} --attention-output-gate --attention-output-gate-activation softplus "
+    "--window-size 48 --window-num-attention-heads 8 --kv-channels 16",
     "short convolution": "--linear-attention-type short_conv",
     "gated delta net": f"--linear-num-key-heads 2 {DELTA} gated_delta_net",
     "norms by kind": f"{OLMO_HYBRID} {DELTA} gated_delta_net",
@@ -118,6 +120,7 @@ EXACT = {
     "narrow values",
     "math",
     "output gate",
+    "softplus gates",
     "sparse attention",
     "selected blocks",
     "gathered blocks",

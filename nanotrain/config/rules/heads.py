@@ -9,29 +9,45 @@ from nanotrain.quantities import count_of
 
 
 def check_window_heads(c: Settings) -> Errors:
-    """Key/value heads of layers with a window."""
-    num_heads = c.model.num_attention_heads
-    groups = c.model.window_query_groups
-    if groups is None:
-        return
-    if num_heads % groups != 0:
+    """Query and key/value heads of layers with a window."""
+    model = c.model
+    own = model.window_num_attention_heads
+    groups = model.window_query_groups
+    num_heads = own or model.num_attention_heads
+    if own is not None and groups is None and num_heads % model.query_groups != 0:
+        yield ConfigError(
+            f"{num_heads} query heads of layers with a window cannot share {model.query_groups} "
+            "key/value heads",
+            why="num_query_groups must divide window_num_attention_heads",
+            fix="set --window-num-attention-heads to a multiple",
+        )
+    if groups is not None and num_heads % groups != 0:
         yield ConfigError(
             f"{num_heads} query heads cannot share {groups} key/value heads of layers with a "
             "window",
             why="window_query_groups must divide num_attention_heads",
             fix="set --window-query-groups to a divisor",
         )
+    if own is not None:
+        yield from _check_alike(c, f"window_num_attention_heads {own}")
+    if groups is not None:
+        yield from _check_alike(c, f"window_query_groups {groups}")
+
+
+def _check_alike(c: Settings, what: str) -> Errors:
+    """Settings for which all layers have the same heads."""
+    flag = "--" + what.split()[0].replace("_", "-")
     if c.optim.qk_clip:
         yield ConfigError(
-            f"qk_clip with window_query_groups {groups}",
+            f"qk_clip with {what}",
             why="heads that share a key are clipped alike, and layers have other numbers of them",
-            fix="leave out --qk-clip or --window-query-groups",
+            fix=f"leave out --qk-clip or {flag}",
         )
     if c.has_fp8:
         yield ConfigError(
-            f"fp8 with window_query_groups {groups}",
+            f"fp8 with {what}",
             why="which sizes fp8 can multiply is checked for layers that are alike",
-            fix="leave out --fp8-format or --window-query-groups",
+            fix=f"leave out --fp8-format or {flag}",
         )
 
 
@@ -126,11 +142,19 @@ def check_heads_of_kinds(c: Settings) -> Errors:
     """Widths of heads with and without a window, and values that are keys."""
     model = c.model
     channels = model.window_kv_channels
-    if channels is not None and model.has_rope and model.window_rotary_dim % 2 != 0:
+    percent = model.window_rotary_percent
+    has_pairs = model.window_rotary_dim % 2 == 0
+    if channels is not None and model.has_rope and not has_pairs:
         yield ConfigError(
             f"window_kv_channels {channels}, of which {model.window_rotary_dim} are rotated",
             why="RoPE rotates pairs of channels, so their number must be even",
             fix=f"set --window-kv-channels {channels + 1}, or another --rotary-percent",
+        )
+    elif percent is not None and (percent > 1 or not has_pairs or model.window_rotary_dim == 0):
+        yield ConfigError(
+            f"window_rotary_percent {percent} of {model.window_head_dim} channels",
+            why="it is the share of the channels of a head that RoPE rotates in pairs",
+            fix="set --window-rotary-percent to at most 1, and so that their number is even",
         )
     if c.has_fp8 and channels is not None:
         yield ConfigError(

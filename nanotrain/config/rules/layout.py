@@ -32,13 +32,22 @@ def check_optimizer_instances(c: Settings) -> Errors:
 
 def check_query_heads(c: Settings) -> Errors:
     """Query heads over tensor-parallel ranks."""
-    num_heads = c.model.num_attention_heads
-    if num_heads % c.tp != 0:
-        yield ConfigError(
-            f"num_attention_heads {num_heads} cannot be shared by tp={c.tp} ranks",
-            why=TP_DIVIDES,
-            fix=f"set --num-attention-heads {round_up(num_heads, c.tp)} {OTHER_TP}",
-        )
+    for name, num_heads in query_heads(c).items():
+        if num_heads % c.tp != 0:
+            flag = "--" + name.replace("_", "-")
+            yield ConfigError(
+                f"{name} {num_heads} cannot be shared by tp={c.tp} ranks",
+                why=TP_DIVIDES,
+                fix=f"set {flag} {round_up(num_heads, c.tp)} {OTHER_TP}",
+            )
+
+
+def query_heads(c: Settings) -> dict[str, int]:
+    """Numbers of query heads by their setting."""
+    heads = {"num_attention_heads": c.model.num_attention_heads}
+    if c.model.window_num_attention_heads is not None:
+        heads["window_num_attention_heads"] = c.model.window_num_attention_heads
+    return heads
 
 
 def check_key_value_heads(c: Settings) -> Errors:
@@ -166,15 +175,16 @@ def shorter_lengths(c: Settings) -> list[int]:
 
 def check_attention_over_cp(c: Settings) -> Errors:
     """Attention over context-parallel ranks."""
-    num_heads = c.model.num_attention_heads
     comm_type = c.parallel.cp_comm_type
     ranks = c.tp * c.cp
-    if comm_type == "a2a" and num_heads % ranks != 0:
-        yield ConfigError(
-            f"{count_of(num_heads, 'attention head')} cannot be shared by cp={c.cp} ranks",
-            why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide num_attention_heads",
-            fix=f"set --cp-comm-type p2p or --num-attention-heads {round_up(num_heads, ranks)}",
-        )
+    for name, num_heads in query_heads(c).items():
+        if comm_type == "a2a" and num_heads % ranks != 0:
+            flag = "--" + name.replace("_", "-")
+            yield ConfigError(
+                f"{count_of(num_heads, 'attention head')} cannot be shared by cp={c.cp} ranks",
+                why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide {name}",
+                fix=f"set --cp-comm-type p2p or {flag} {round_up(num_heads, ranks)}",
+            )
     sparse = c.model.sparse_attention_type
     if sparse is not None and c.cp > 1 and comm_type != "allgather":
         yield ConfigError(

@@ -1,6 +1,6 @@
 """Fields without effect: which fields another field switches off, and what happens to them.
 
-The rules are in `unused_model.py`, `unused_layout.py` and `unused_run.py`; `absent_sections` has
+The rules are in the files `unused_*.py` beside this one; `absent_sections` has
 the fields of the sections that a model does not have. Such a setting is an error, with two
 exceptions. Where the command line changes the cause, a setting of a YAML file returns to its
 default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the
@@ -17,7 +17,7 @@ from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
-from nanotrain.config.rules import unused_layout, unused_model, unused_run
+from nanotrain.config.rules import unused_heads, unused_layout, unused_model, unused_run
 from nanotrain.config.rules.settings import Settings
 from nanotrain.config.rules.unused_fields import Unused, UnusedFields
 from nanotrain.config.schema import (
@@ -43,7 +43,7 @@ UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
     unused_model.unused_rope_scaling,
     unused_model.unused_linear_attention,
     unused_model.unused_mamba,
-    unused_model.unused_heads,
+    unused_heads.unused_heads,
     unused_model.unused_query_norms,
     unused_model.unused_position_ids,
     unused_model.unused_residual,

@@ -118,10 +118,17 @@ def unused_rope_scaling(c: Settings) -> UnusedFields:
             by="position_embedding_type",
             why="it belongs to position_embedding_type rope",
         )
+    window_fields = ("rotary_base_local", "window_rotary_percent")
     if not c.model.has_rope:
-        yield unused("rotary_base_local", by="position_embedding_type", why=IN_ROPE_OR_YARN)
+        yield unused(*window_fields, by="position_embedding_type", why=IN_ROPE_OR_YARN)
     if not has_windows(c):
-        yield unused("window_attn_skip_freq", "rotary_base_local", by=WINDOW_CAUSES, why=NO_WINDOW)
+        yield unused("window_attn_skip_freq", *window_fields, by=WINDOW_CAUSES, why=NO_WINDOW)
+    if c.model.rotary_proportional:
+        yield unused(
+            "window_rotary_percent",
+            by="rotary_proportional",
+            why="rotary_proportional rotates all channels in layers with a window",
+        )
 
 
 def has_windows(c: Settings) -> bool:
@@ -184,66 +191,6 @@ def unused_mamba(c: Settings) -> UnusedFields:
             by=("hybrid_layer_pattern", "linear_attention_type"),
             why="no layer is Mamba-2",
             fix=fix,
-        )
-
-
-def unused_heads(c: Settings) -> UnusedFields:
-    """Widths of values, key/value heads and sinks of layers with windows."""
-    if c.model.multi_latent_attention:
-        yield unused(
-            "attention_k_eq_v",
-            "value_l2_norm",
-            "rotary_proportional",
-            "window_kv_channels",
-            by="multi_latent_attention",
-            why="multi_latent_attention has compressed keys and values",
-        )
-        yield unused(
-            "value_channels",
-            "attention_output_multiplier",
-            by="multi_latent_attention",
-            why="with multi_latent_attention v_head_dim gives the width of values, and its output "
-            "has no factor",
-        )
-    if not has_windows(c):
-        yield unused(
-            "window_query_groups",
-            "window_kv_channels",
-            "sinks_in_windows_only",
-            by=WINDOW_CAUSES,
-            why=NO_WINDOW,
-        )
-    if c.model.num_kv_shared_layers == 0:
-        yield unused(
-            "use_double_wide_mlp",
-            by="num_kv_shared_layers",
-            why="no layer reads keys of earlier layers",
-        )
-    elif ("shared_kv", "dense") not in zip(c.mixers, c.model.mlps, strict=False):
-        yield unused(
-            "use_double_wide_mlp",
-            by=("num_kv_shared_layers", "num_experts", "hybrid_layer_pattern"),
-            why="no layer that reads keys of an earlier one has a dense MLP",
-        )
-    if c.model.softmax_type != "learnable":
-        yield unused("sinks_in_windows_only", by="softmax_type", why="there are no learned sinks")
-    if c.model.linear_attention_type != "attention_mamba2":
-        yield unused(
-            "mamba_output_multiplier",
-            by="linear_attention_type",
-            why="it belongs to linear_attention_type attention_mamba2",
-        )
-    if c.model.multi_latent_attention:
-        yield unused(
-            "attention_output_gate",
-            by="multi_latent_attention",
-            why="the output of multi_latent_attention has no gate",
-        )
-    if not c.model.attention_output_gate:
-        yield unused(
-            "attention_output_gate_per_head",
-            by="attention_output_gate",
-            why="the output of attention has no gate",
         )
 
 

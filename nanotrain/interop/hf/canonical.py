@@ -95,6 +95,12 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         linear_attention=_canonical_linear(model_config.linear_attention, epsilon=epsilon),
         softmax_scale=_canonical_scale(model_config, shape),
         rotary_base_local=_canonical_local_base(model_config),
+        window_num_attention_heads=_other_than(
+            model_config.num_attention_heads, model_config.window_num_attention_heads
+        ),
+        window_rotary_percent=_other_than(
+            model_config.rotary_percent, model_config.window_rotary_percent
+        ),
         no_rope_freq=write_layers(model_config.no_rope_layers),
         linear_attention_freq=_canonical_linear_layers(model_config, shape),
         window_attn_skip_freq=mixed_layers(model_config.window_layers),
@@ -148,6 +154,11 @@ def _canonical_scale(model_config: ModelConfig, shape: ModelShape) -> float | No
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5):
         return None
     return scale
+
+
+def _other_than(value: Any, own: Any) -> Any:
+    """A setting of layers with a window; None where it is the value of all layers."""
+    return None if own == value else own
 
 
 def _canonical_local_base(model_config: ModelConfig) -> float | None:

@@ -12,6 +12,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
+from nanotrain.interop.hf.laguna import LAGUNA_PARTS
 from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, rounded
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.lfm3 import LFM3_PARTS
@@ -151,6 +152,7 @@ PARTS: dict[str, Part] = {
     "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
     **EXPERT_PARTS,
     **GEMMA4_PARTS,
+    **LAGUNA_PARTS,
     **LAYER_PARTS,
     **LFM3_PARTS,
     **POSITION_PARTS,

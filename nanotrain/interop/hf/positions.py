@@ -166,7 +166,9 @@ def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
     values = read_rope(raw | {"rope_parameters": full}, has_partial=has_partial)
     fraction = values["rotary_percent"]
     local_fraction = local.get("partial_rotary_factor", fraction)
-    if local_fraction != fraction:
+    if has_partial:
+        values["window_rotary_percent"] = float(local_fraction)
+    elif local_fraction != fraction:
         entry = "partial_rotary_factor of sliding_attention"
         reject(entry, local_fraction, instead=str(fraction))
     base = raw.get("rope_local_base_freq", values["rotary_base"])
@@ -182,12 +184,15 @@ def write_layered_rope(model_config: ModelConfig) -> Values:
     local_base = model_config.rotary_base_local
     if local_base is None:
         local_base = base
-    shared = {"rope_type": "default", "partial_rotary_factor": model_config.rotary_percent}
+    percent = model_config.rotary_percent
+    local_percent = model_config.window_rotary_percent or percent
+    full = {"rope_type": "default", "partial_rotary_factor": percent}
+    local = {"rope_type": "default", "partial_rotary_factor": local_percent}
     scaling = entries["rope_scaling"] or {}
     entries["rope_local_base_freq"] = local_base
     entries["rope_parameters"] = {
-        FULL: shared | scaling | {"rope_theta": base},
-        SLIDING: shared | {"rope_theta": local_base},
+        FULL: full | scaling | {"rope_theta": base},
+        SLIDING: local | {"rope_theta": local_base},
     }
     return entries
 

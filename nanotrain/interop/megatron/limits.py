@@ -48,6 +48,8 @@ def layer_settings(c: Settings) -> dict[str, bool]:
         "use_double_wide_mlp": model.use_double_wide_mlp,
         "num_kv_shared_layers": model.num_kv_shared_layers > 0,
         "window_query_groups": model.window_query_groups is not None,
+        "window_num_attention_heads": model.window_num_attention_heads is not None,
+        "attention_output_gate_activation": model.attention_output_gate_activation != "sigmoid",
         "attention_output_multiplier": model.attention_output_multiplier != 1,
         "attn_logit_softcapping": model.attn_logit_softcapping is not None,
         "final_logit_softcapping": model.final_logit_softcapping is not None,
@@ -71,6 +73,7 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "moe_router_enable_expert_bias with softmax": has_bias
         and moe.router_score_function == "softmax",
         "rotary_base_local": model.rotary_base_local is not None,
+        "window_rotary_percent": model.window_rotary_percent is not None,
         "learned_position_offset": model.learned_position_offset > 0,
         "moe_num_zero_experts": moe.num_zero_experts > 0,
         "moe_shared_expert_average": moe.shared_expert_average,

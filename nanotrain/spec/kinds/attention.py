@@ -184,8 +184,11 @@ def projected_attention(
     if shape.has_output_gate:
         numel = s.tokens * output
         gate_numel = s.tokens * gate_width
-        # the sigmoid of the gate, and the output that it multiplies
-        gated = Saved((numel + gate_numel) * s.itemsize, dropped_by=(POINTWISE,))
+        # the activation of the gate, and the output that it multiplies
+        saved_numel = numel + gate_numel
+        if shape.attention_output_gate_activation == "softplus":
+            saved_numel += gate_numel  # the gate, from which torch computes the derivative
+        gated = Saved(saved_numel * s.itemsize, dropped_by=(POINTWISE,))
         gate = Saved(gate_numel * s.itemsize, only_with=POINTWISE)
         operators.append(
             Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))

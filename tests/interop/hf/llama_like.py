@@ -29,6 +29,16 @@ BASES = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+SHARES = {  # a scaled base of some channels, and a plain one of others
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.5,
+    },
+    "sliding_attention": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
 MAMBA = {
     name: value
     for name, value in GRANITE.items()
@@ -106,6 +116,20 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS
         | THREE
         | {"head_dim": 16, "mlp_only_layers": [0], "shared_expert_intermediate_size": 40},
+    ),
+    "laguna": (
+        "Laguna",
+        EXPERTS
+        | THREE
+        | {"head_dim": 8, "num_attention_heads_per_layer": [4, 8, 8], "mlp_layer_types": SPARSE}
+        | {"shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 2.5},
+    ),
+    "laguna-yarn": (
+        "Laguna",
+        EXPERTS
+        | THREE
+        | {"head_dim": 16, "gating": "per-element", "rope_parameters": SHARES}
+        | {"shared_expert_intermediate_size": 24, "tie_word_embeddings": True},
     ),
     "bamba": (
         "Bamba",
