@@ -47,7 +47,7 @@ PACKAGE_FLOORS = (
     ("inference", "report"),
     ("planner", "launch", "watch"),
     ("train",),
-    ("parity", "dry_run"),
+    ("parity", "dry_run", "audit"),
     ("cli",),
     ("__main__",),
 )

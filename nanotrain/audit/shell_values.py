@@ -1,0 +1,205 @@
+"""The values of variables of a shell script, and words with their values in place.
+
+Values            variables, and the fields of words after expansion
+without_marks     a text with the names of what is not known
+"""
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanotrain.audit.shell_words import Part, Result, Sum, Text, Variable, Word
+from nanotrain.errors import ConfigError
+
+Value = str | list[str]
+MAX_VALUE = 1 << 18  # characters of a value, or of all words of a command
+# a mark around the name of a variable that is not set, and one for the result of a command
+UNSET = "\ue000{}\ue001"
+COMMAND = "\ue000\ue001"
+MARK = re.compile("\ue000(\\w*|[#?$!])\ue001")
+
+
+def without_marks(text: str) -> str:
+    """A text with the names of unset variables and of commands in place of their marks.
+
+    >>> without_marks(UNSET.format("DATA") + "/x")
+    '$DATA/x'
+    """
+    return MARK.sub(_name_of_mark, text)
+
+
+def _name_of_mark(match: re.Match[str]) -> str:
+    name = match.group(1)
+    return f"${name}" if name else "$(...)"
+
+
+def unset_names(text: str) -> list[str]:
+    """The names of the unset variables in a text; `$(...)` for the result of a command."""
+    return [_name_of_mark(match) for match in MARK.finditer(text)]
+
+
+@dataclass
+class Values:
+    """The variables of a script."""
+
+    variables: dict[str, Value] = field(default_factory=dict)
+
+    def fields(self, words: Sequence[Word]) -> list[str]:
+        """The fields of words after expansion, as a command gets them."""
+        fields: list[str] = []
+        for word in words:
+            fields += self.fields_of(word)
+        require_short(fields)
+        return fields
+
+    def fields_of(self, word: Word) -> list[str]:
+        """The fields of one word: unquoted values are divided at blanks."""
+        fields: list[str] = []
+        is_open = False  # whether the next text continues the last field
+        for part in word.parts:
+            for index, text in enumerate(self.values_of(part)):
+                if index > 0:
+                    is_open = False
+                is_open = add_text(fields, text, part=part, is_open=is_open)
+        return fields
+
+    def values_of(self, part: Part) -> list[str]:
+        """The values of a part: one, or the items of an array."""
+        if isinstance(part, Variable) and part.takes_all:
+            value = self.variables.get(part.name, [])
+            if part.name in ("@", "*"):
+                return []
+            return value if isinstance(value, list) else [value]
+        return [self.value_of(part)]
+
+    def value_of(self, part: Part) -> str:
+        """The text of a part."""
+        match part:
+            case Text(text=text):
+                return text
+            case Sum(text=text):
+                return self.sum_of(text)
+            case Result():
+                return COMMAND
+            case Variable() as variable:
+                return self.variable(variable)
+        raise AssertionError("all kinds of parts are listed")
+
+    def variable(self, variable: Variable) -> str:
+        """The value of a variable, its default, or a mark."""
+        value = self.variables.get(variable.name)
+        text = " ".join(value) if isinstance(value, list) and variable.takes_all else value
+        if isinstance(text, list):
+            text = text[0] if text else ""
+        operator = variable.operator.removeprefix(":")
+        is_missing = text is None or (text == "" and ":" in variable.operator)
+        if operator == "+":
+            return "" if is_missing else self.joined_text(variable.default)
+        if not is_missing and text is not None:
+            return text
+        if operator in ("-", "="):
+            return self.joined_text(variable.default)
+        if variable.name in ("@", "*"):
+            return ""
+        return UNSET.format(variable.name)
+
+    def joined_text(self, parts: Sequence[Part]) -> str:
+        """The text of parts, not divided at blanks."""
+        texts = []
+        for part in parts:
+            texts.append(" ".join(self.values_of(part)))
+        require_short(texts)
+        return "".join(texts)
+
+    def text_of(self, word: Word) -> str:
+        """The text of a word, not divided at blanks."""
+        return self.joined_text(word.parts)
+
+    def sum_of(self, text: str) -> str:
+        """The value of whole numbers and variables with + - * / %; a mark for anything else."""
+        names = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
+        filled = re.sub(r"[A-Za-z_]\w*", self._number_of, names)
+        value = whole_result(filled) if len(filled) < 200 else None
+        return COMMAND if value is None else str(value)
+
+    def _number_of(self, match: re.Match[str]) -> str:
+        value = self.variables.get(match.group(), "")
+        return value if isinstance(value, str) and value.isdecimal() else match.group()
+
+
+def add_text(fields: list[str], text: str, *, part: Part, is_open: bool) -> bool:
+    """Add the text of a part to fields; whether the next part continues the last one."""
+    is_literal = isinstance(part, Text)
+    if part.is_quoted or is_literal:
+        pieces = [text]
+    else:
+        pieces = text.split()
+        if not pieces:
+            return is_open and not text
+        is_open = is_open and not text[0].isspace()
+    if is_open:
+        fields[-1] += pieces.pop(0)
+    fields += pieces
+    ends_field = not part.is_quoted and not is_literal and text[-1:].isspace()
+    return not ends_field
+
+
+def appended(old: Value, new: Value) -> Value:
+    """The value of `NAME+=...`."""
+    if isinstance(new, list):
+        return [*(old if isinstance(old, list) else [old] if old else []), *new]
+    if isinstance(old, list):
+        return [*old, new]
+    return old + new
+
+
+def require_short(value: Value) -> None:
+    """Check that a value is not longer than any launch script needs.
+
+    Raises:
+        ConfigError: it is.
+    """
+    length = len(value) if isinstance(value, str) else sum(map(len, value)) + len(value)
+    if length > MAX_VALUE:
+        raise ConfigError(
+            "the script has a value that is too long",
+            why=f"variables and commands have at most {MAX_VALUE:,} characters",
+            fix="name a file with the arguments alone",
+        )
+
+
+def whole_result(text: str) -> int | None:
+    """The value of whole numbers with + - * / % and brackets; None for anything else.
+
+    >>> whole_result("8*(2+1)"), whole_result("2**9"), whole_result("a")
+    (24, None, None)
+    """
+    try:
+        return _whole(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _whole(node: ast.expr) -> int:
+    """The value of a node of an expression."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_whole(node.operand)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("no whole number")
+    left = _whole(node.left)
+    right = _whole(node.right)
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div():
+            return int(left / right)
+        case ast.Mod():
+            return left % right
+    raise ValueError("no whole number")
