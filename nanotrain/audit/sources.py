@@ -1,0 +1,316 @@
+"""Where arguments of Megatron-LM come from.
+
+    read_source      a launch script, a file of arguments, or the MODEL_ARGS of a YAML file
+    source_of_words  arguments of this command line
+    source_of_stored the stored arguments of a checkpoint
+
+A script is followed as text (shell_script.py); nothing is run.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanotrain.audit.arguments import Argument, FlagValues, number_of, read_arguments
+from nanotrain.audit.shell_script import Script, read_script
+from nanotrain.audit.shell_values import MARK, unset_names, without_marks
+from nanotrain.config.arguments import FLAGS
+from nanotrain.config.flags import known_flags
+from nanotrain.config.megatron import row_of
+from nanotrain.config.option import flag_of
+from nanotrain.errors import ConfigError
+from nanotrain.untrusted import parse_yaml, plain_text, read_file, unreadable
+
+MAX_BYTES = 1 << 18
+MAX_RANKS = 200_000
+MAX_WORDS = 5_000
+FIX = "name a launch script, a file of arguments, or a folder of --save"
+# variables of a script that decide what Megatron-LM accepts
+VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\d{1,6})\s*$", flags=re.MULTILINE)
+NODES = ("--nnodes", "--nodes", "-N")
+RANKS_OF_NODE = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+)
+
+
+@dataclass
+class Source:
+    """Arguments of Megatron-LM and what is known besides."""
+
+    name: str  # the file, for the report
+    arguments: list[Argument]
+    program: str = ""  # the Python file that is launched
+    ranks: int | None = None  # number of GPUs, where the script has it
+    variables: dict[str, str] = field(default_factory=dict)  # those of VARIABLES
+    notes: list[str] = field(default_factory=list)  # what was left out
+    # unset variables, with the flags whose values they are
+    unset: dict[str, list[str]] = field(default_factory=dict)
+
+    def values(self, ranks: int | None) -> FlagValues:
+        """The flags and variables by name, with the data-parallel size where it is known."""
+        arguments = list(self.arguments)
+        arguments += [Argument(name, (value,)) for name, value in self.variables.items()]
+        values = FlagValues.of(arguments)
+        if ranks is not None:
+            size = ranks // ranks_of_model(values)
+            arguments.append(Argument("--data-parallel-size", (str(size),)))
+        return FlagValues.of(arguments)
+
+
+def ranks_of_model(values: FlagValues) -> int:
+    """The ranks of one replica of a model without experts: tp x cp x pp."""
+    tensor = values.size("--tensor-model-parallel-size")
+    context = values.size("--context-parallel-size")
+    return tensor * context * values.size("--pipeline-model-parallel-size")
+
+
+def read_source(path: Path, *, variables: Mapping[str, str]) -> Source:
+    """The arguments in a file.
+
+    Args:
+        path: launch script, list of arguments, or YAML file with MODEL_ARGS.
+        variables: values of variables that a script does not set.
+
+    Raises:
+        ConfigError: it cannot be read, or has no flags of Megatron-LM.
+    """
+    text = read_text(path)
+    if path.suffix in (".yaml", ".yml"):
+        return require_flags(source_of_yaml(path, text))
+    script = read_script(text, variables=variables)
+    source = source_of_script(str(path), script)
+    if source.ranks is None:
+        source.ranks = ranks_of(dict(SBATCH.findall(text)))
+    return require_flags(source)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is no text.
+    """
+    try:
+        text = read_file(path, most=MAX_BYTES).decode()
+        if "\0" in text:
+            raise ValueError("it has bytes that are no text")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read", why="it is no text", fix=FIX) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read", why=unreadable(error), fix=FIX) from None
+    return text.replace("\r\n", "\n")
+
+
+def require_flags(source: Source) -> Source:
+    """Check that a source has flags of Megatron-LM, and not too many words.
+
+    Raises:
+        ConfigError: it has none, or too many.
+    """
+    known = [argument for argument in source.arguments if is_known(argument.flag)]
+    if not known:
+        raise ConfigError(
+            f"{source.name} has no flags of Megatron-LM",
+            why="no program is launched with flags such as --num-layers",
+            fix=FIX,
+        )
+    num_words = sum(len(argument.words) for argument in source.arguments)
+    if num_words > MAX_WORDS:
+        raise ConfigError(
+            f"{source.name} has {num_words:,} words of arguments",
+            why=f"at most {MAX_WORDS:,} are read",
+        )
+    return source
+
+
+def is_known(flag: str) -> bool:
+    """Whether a flag is one of Megatron-LM's or of ours."""
+    return flag in known_flags() or row_of(flag) is not None
+
+
+def source_of_words(words: Sequence[str]) -> Source:
+    """The arguments of this command line.
+
+    Raises:
+        ConfigError: there are none of Megatron-LM.
+    """
+    arguments, before = read_arguments(words)
+    if before:
+        raise ConfigError(f"unexpected argument {before[0]!r}", fix=FIX)
+    return require_flags(Source("the command line", arguments))
+
+
+def source_of_yaml(path: Path, text: str) -> Source:
+    """The arguments of a YAML file: a mapping of flags, alone or below MODEL_ARGS.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read", why=plain_text(str(error)), fix=FIX) from None
+    rows = content.get("MODEL_ARGS", content) if isinstance(content, dict) else None
+    if not isinstance(rows, dict):
+        raise ConfigError(f"{path} has no flags of Megatron-LM", why="no MODEL_ARGS", fix=FIX)
+    words: list[str] = []
+    for flag, value in rows.items():
+        if str(flag).startswith("--"):
+            words += words_of_value(str(flag), value)
+    source = Source(str(path), read_arguments(words)[0])
+    variables = content.get("ENV_VARS")
+    if isinstance(variables, dict):
+        chosen = {name: str(variables[name]) for name in VARIABLES if name in variables}
+        source.variables = chosen
+    return source
+
+
+def words_of_value(flag: str, value: Any) -> list[str]:
+    """A flag of a YAML file as words; none for a switch that is off."""
+    if value is True or value is None:
+        return [flag]
+    if value is False:
+        return []
+    items = value if isinstance(value, list) else [value]
+    words = [flag]
+    for item in items:
+        try:
+            words += shlex.split(str(item)) or [""]
+        except ValueError:  # quotes that are not closed are part of the text
+            words.append(str(item))
+    return words
+
+
+def source_of_script(name: str, script: Script) -> Source:
+    """The arguments that a script launches a program with."""
+    launch = chosen_launch(script)
+    index = start_of_arguments(launch)
+    arguments = read_arguments(launch[index:])[0]
+    source = Source(name, [], notes=list(script.notes))
+    if index > 0 and launch[index - 1].endswith(".py"):
+        source.program = without_marks(launch[index - 1])
+    if len(script.launches) > 1:
+        source.notes.append(
+            f"the script has {len(script.launches)} launches: the one with the most flags is read"
+        )
+    source.ranks = ranks_of(launcher_values(launch[:index])) or ranks_variable(script)
+    for variable in VARIABLES:
+        value = script.variables.get(variable)
+        if isinstance(value, str):
+            source.variables[variable] = value
+    for argument in arguments:
+        add_argument(source, argument)
+    return source
+
+
+def add_argument(source: Source, argument: Argument) -> None:
+    """Add an argument of a script; one whose number or choice is not set is left out."""
+    names = unset_names(argument.text)
+    for unset in names:
+        source.unset.setdefault(unset, []).append(argument.flag)
+    if names and not takes_any_text(argument.flag):
+        return
+    values = tuple(MARK.sub(r"unset_\1", value) for value in argument.values)
+    source.arguments.append(Argument(argument.flag, values))
+
+
+def takes_any_text(flag: str) -> bool:
+    """Whether any text is a value of a flag, such as a path."""
+    entry = FLAGS.get(flag)
+    if flag == "--save":
+        return True
+    return entry is not None and (entry.kind is str or entry.kind is list)
+
+
+def chosen_launch(script: Script) -> list[str]:
+    """The launch with the most flags; without one the variables and lines that are arguments."""
+    if script.launches:
+        return max(script.launches, key=lambda words: num_flags(words[start_of_arguments(words) :]))
+    words = list(script.loose)
+    for value in script.variables.values():
+        items = value.split() if isinstance(value, str) else value
+        if items and items[0].startswith("--"):
+            words += items
+    return words
+
+
+def num_flags(words: Sequence[str]) -> int:
+    """The number of long flags."""
+    return sum(word.startswith("--") for word in words)
+
+
+def start_of_arguments(words: Sequence[str]) -> int:
+    """The index after the Python file of a launch; without one that of the first known flag."""
+    for index, word in enumerate(words):
+        if word.endswith(".py"):
+            return index + 1
+    for index, word in enumerate(words):
+        if word.startswith("--") and is_known(word.partition("=")[0]):
+            return index
+    return len(words)
+
+
+def launcher_values(words: Sequence[str]) -> dict[str, str]:
+    """The options of torchrun and of srun with their values."""
+    values = {}
+    for index, word in enumerate(words):
+        flag, has_value, value = word.partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        values[flag] = value if has_value else following
+    return values
+
+
+def ranks_of(values: Mapping[str, str]) -> int | None:
+    """The number of ranks that options of a launcher name; None where they do not."""
+    per_node = [values[name] for name in RANKS_OF_NODE if name in values]
+    nodes = [values[name] for name in NODES if name in values]
+    if not per_node:
+        return None
+    ranks = count_in(per_node[0])
+    num_nodes = count_in(nodes[0]) if nodes else 1
+    if ranks is None or num_nodes is None or ranks * num_nodes > MAX_RANKS:
+        return None
+    return ranks * num_nodes
+
+
+def count_in(text: str) -> int | None:
+    """A text as a number of at least 1; None for other texts."""
+    number = number_of(text)
+    is_count = number is not None and number >= 1 and number == int(number)
+    return int(number) if number is not None and is_count else None
+
+
+def ranks_variable(script: Script) -> int | None:
+    """The value of the variable WORLD_SIZE of a script."""
+    value = script.variables.get("WORLD_SIZE", "")
+    ranks = count_in(value) if isinstance(value, str) else None
+    return ranks if ranks is not None and ranks <= MAX_RANKS else None
+
+
+def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:
+    """The stored arguments of a run as flags: those that are set.
+
+    Args:
+        name: the folder, for the report.
+        stored: arguments by their names in the program.
+    """
+    arguments = []
+    for argument in sorted(stored):
+        value = stored[argument]
+        if value is None or value is False or not argument.isidentifier():
+            continue
+        items = value if isinstance(value, list | tuple) else [value]
+        texts = () if value is True else tuple(plain_text(item) for item in items[:1000])
+        arguments.append(Argument(flag_of(argument), texts))
+    if stored.get("add_bias_linear") is False:
+        arguments.append(Argument("--disable-bias-linear"))
+    ranks = stored.get("world_size")
+    is_count = type(ranks) is int and 0 < ranks <= MAX_RANKS
+    return Source(name, arguments, ranks=ranks if is_count else None)
