@@ -54,6 +54,16 @@ FOREIGN |= {
 FOREIGN |= {"--ckpt-format", "--cpus", "--memory"}  # the last two are of docker run
 # of vLLM, SGLang and llama.cpp
 FOREIGN |= {"--model-path", "--model-impl", "--outfile", "--outtype"}
+# of Megatron-LM's other models and of forks, for the bugs that they show
+FOREIGN |= {
+    "--label-smoothing",
+    "--sft",
+    "--encoder-num-layers",
+    "--encoder-seq-length",
+    "--language-model-type",
+    "--vision-model-type",
+    "--patch-dim",
+}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside
 # benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")

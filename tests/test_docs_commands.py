@@ -35,6 +35,7 @@ RAN = re.compile(
 )
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
+    "nanotrain audit": "tests/cli/test_audit.py",
     "nanotrain card": "tests/cli/test_card.py",
     "nanotrain checkpoint": "tests/laws/test_object_storage.py",  # of addresses
     "nanotrain data": "tests/cli/test_data.py",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanotrain.cli.addresses import transfers, with_addresses
+from nanotrain.cli.audit import audit
 from nanotrain.cli.card import card
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.checks import check_names
@@ -128,6 +129,7 @@ COMMANDS: dict[str, Command] = {
     "parity": parity,
     "card": card,
     "topology": topology,
+    "audit": audit,
     "checkpoint": checkpoint,
     "data": data,
     "family": family,
