@@ -51,7 +51,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/model/test_router.py::test_logits_are_fp32_whatever_the_activations_are",
     ),
     "`--moe-router-load-balancing-type sinkhorn`": (
-        f"{TRANSLATE}::test_what_is_never_so_is_an_error",
+        "tests/model/test_router_sinkhorn.py::test_every_sequence_is_balanced_by_itself",
     ),
     "an expert's capacity": (
         "tests/model/test_router_capacity.py::test_every_sequence_has_a_capacity_of_its_own",

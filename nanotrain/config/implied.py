@@ -48,6 +48,7 @@ def implied_settings(
     return [
         *implied_yarn(config.model, line),
         *implied_expert_bias(config.model, explicit),
+        *implied_scores(config.model, explicit),
         *implied_precision(config, line),
         *implied_sharding(line),
         *implied_trackers(config, explicit),
@@ -68,6 +69,22 @@ def implied_expert_bias(model_config: ModelConfig, explicit: frozenset[str]) -> 
     if moe is not None and moe.balances_quantiles and not moe.router_enable_expert_bias:
         why = "quantile_balancing sets the biases of experts"
         yield Implied("moe_router_enable_expert_bias", True, why)
+
+
+def implied_scores(model_config: ModelConfig, explicit: frozenset[str]) -> Iterator[Implied]:
+    """Weights of experts that Sinkhorn's algorithm chooses, as in Megatron-LM.
+
+    They are sigmoids with one expert per token, else a softmax over all experts.
+    """
+    moe = model_config.moe
+    if moe is None or not moe.uses_sinkhorn:
+        return
+    if "model.moe.router_score_function" in explicit or "model.moe.router_pre_softmax" in explicit:
+        return
+    if moe.router_topk == 1 and moe.router_score_function != "sigmoid":
+        yield Implied("moe_router_score_function", "sigmoid", "sinkhorn with one expert per token")
+    if moe.router_topk > 1 and not moe.router_pre_softmax:
+        yield Implied("moe_router_pre_softmax", True, "sinkhorn with several experts per token")
 
 
 def implied_yarn(model_config: ModelConfig, line: CommandLine) -> Iterator[Implied]:

@@ -18,7 +18,9 @@ STREAMS = ("hyper_connections", "mhc", "attention")  # residual types with sever
 SparseAttentionType = Literal["dsa", "blocks"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "none"]
+LoadBalancing = Literal[
+    "aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "sinkhorn", "none"
+]
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,8 @@ class MoEConfig:
     router_load_balancing_type: list[LoadBalancing] = option(["seq_aux_loss"])
     """load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so
     far (weaker in Megatron-LM, see moe_divide_global_aux_loss_by_dp), or none; quantile_balancing
-    is no loss: once per step it sets the bias of every expert from the scores of the global batch
+    is no loss: once per step it sets the bias of every expert from the scores of the global batch;
+    sinkhorn is none either: in training the tokens of a sequence choose experts about equally often
     """
 
     router_force_load_balancing: bool = option(False)
@@ -317,6 +320,11 @@ class MoEConfig:
     def balances_quantiles(self) -> bool:
         """Whether the biases of experts are quantiles of the scores."""
         return "quantile_balancing" in self.router_load_balancing_type
+
+    @property
+    def uses_sinkhorn(self) -> bool:
+        """Whether experts are chosen by Sinkhorn's algorithm."""
+        return "sinkhorn" in self.router_load_balancing_type
 
     @property
     def num_choices(self) -> int:

@@ -51,6 +51,7 @@ from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router_quantiles import RequiredBias
+from nanotrain.model.router_sinkhorn import sinkhorn_bias
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
@@ -142,7 +143,12 @@ class Router(StatefulModule):
         if self.moe.router_force_load_balancing:
             topk_ids = self._in_turn(logits, positions())
         else:
-            topk_ids = self._select(logits.detach(), scores.detach())
+            ranked = logits.detach()
+            if self.moe.uses_sinkhorn and self.training and torch.is_grad_enabled():
+                ranked = ranked + sinkhorn_bias(
+                    ranked, positions=positions(), sequence=self.sequence
+                )
+            topk_ids = self._select(ranked, scores.detach())
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
         if self.training and torch.is_grad_enabled():
             topk_weights = self._attach_losses(
@@ -296,7 +302,7 @@ def _balance_terms(moe: MoEConfig, *, dp_size: int) -> list[BalanceTerm]:
     """The load-balancing losses with a coefficient above 0."""
     terms = []
     for kind, coeff in zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True):
-        if kind in ("none", "quantile_balancing") or coeff <= 0:
+        if kind in ("none", "quantile_balancing", "sinkhorn") or coeff <= 0:
             continue
         if kind == "global_aux_loss" and moe.divide_global_aux_loss_by_dp:
             coeff = coeff / dp_size

@@ -170,10 +170,6 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--position-embedding-type none instead",
         ),
         (
-            "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
-            "model.moe.router_load_balancing_type is 'sinkhorn': it takes one of aux_loss",
-        ),
-        (
             "--data-parallel-random-init",
             "1 flag asks for what does not exist here: --data-parallel-random-init (",
         ),

@@ -1,5 +1,6 @@
 """Rules of the model section for mixtures of experts: the router, its groups and its losses."""
 
+from nanotrain.config.option import flag_of
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
@@ -220,6 +221,40 @@ def check_quantile_balancing(c: Settings) -> Errors:
             why="every token chooses every expert",
             fix="lower --moe-router-topk, or set --moe-router-load-balancing-type none",
         )
+
+
+def check_sinkhorn(c: Settings) -> Errors:
+    """Experts that Sinkhorn's algorithm chooses."""
+    moe = c.moe
+    if not c.has_experts or not moe.uses_sinkhorn:
+        return
+    others = [name for name in moe.router_load_balancing_type if name != "sinkhorn"]
+    if others:
+        yield ConfigError(
+            f"sinkhorn with {typed(others)}",
+            why="it balances the choice itself",
+            fix="name the others neither in --moe-router-load-balancing-type nor in "
+            "--moe-aux-loss-coeff",
+        )
+    if any(moe.aux_loss_coeff):
+        yield ConfigError(
+            f"coefficient {max(moe.aux_loss_coeff):g} of sinkhorn",
+            why="it is no loss",
+            fix="set its --moe-aux-loss-coeff to 0",
+        )
+    settings = {
+        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
+        "moe_router_num_groups": moe.router_num_groups is not None,
+        "moe_router_force_load_balancing": moe.router_force_load_balancing,
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            yield ConfigError(
+                f"sinkhorn with {name}",
+                why="both decide which experts a token has",
+                fix=f"leave {flag_of(name)} out, or choose another "
+                "--moe-router-load-balancing-type",
+            )
 
 
 def check_groups(c: Settings) -> Errors:

@@ -61,6 +61,7 @@ MODEL: Rules = (
     experts.check_shortcut_layers,
     experts.check_balancing_losses,
     experts.check_quantile_balancing,
+    experts.check_sinkhorn,
     experts.check_groups,
     experts.check_reachable_experts,
 )

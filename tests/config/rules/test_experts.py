@@ -55,7 +55,27 @@ def test_what_fits_together_breaks_no_rule(keys):
             | {"moe_router_load_balancing_type": "aux_loss aux_loss", "moe_aux_loss_coeff": "1 1"},
             "name every loss once",
         ),
-        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "takes one of aux_loss"),
+        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn_loss"}, "takes one of aux_loss"),
+        (
+            EXPERTS
+            | {
+                "moe_router_load_balancing_type": "sinkhorn aux_loss",
+                "moe_aux_loss_coeff": "0 0",
+            },
+            "sinkhorn with aux_loss",
+        ),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": "0.1"},
+            "coefficient 0.1 of sinkhorn",
+        ),
+        (
+            EXPERTS
+            | {
+                "moe_router_load_balancing_type": "sinkhorn",
+                "moe_router_enable_expert_bias": True,
+            },
+            "sinkhorn with moe_router_enable_expert_bias",
+        ),
         (
             EXPERTS
             | {
