@@ -17,6 +17,7 @@ from nanotrain.paths import local_path
 from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
+MLA_POSITIONS = ("rope", "learned_absolute")  # with either MLA rotates as --rope-type says
 LARGEST = 10**18  # the largest whole number of a flag, as of --train-samples
 
 
@@ -143,9 +144,9 @@ def record_memory_history(config: Config, text: str) -> dict[str, Any]:
 
 
 def rope_type(config: Config, text: str) -> dict[str, Any]:
-    """The positions. For MLA with RoPE nothing: `implied_yarn` decides by the scaling factor."""
+    """The positions. For MLA that rotates nothing: `implied_yarn` decides by the scaling factor."""
     model = config.model
-    if model.multi_latent_attention and model.position_embedding_type == "rope":
+    if model.multi_latent_attention and model.position_embedding_type in MLA_POSITIONS:
         return {}
     return {"position_embedding_type": text}
 

@@ -88,12 +88,23 @@ def implied_scores(model_config: ModelConfig, explicit: frozenset[str]) -> Itera
 
 
 def implied_yarn(model_config: ModelConfig, line: CommandLine) -> Iterator[Implied]:
-    """MLA rotates by YaRN unless `--rope-type rope` is set."""
+    """MLA rotates by YaRN unless `--rope-type rope` is set.
+
+    Raises:
+        ConfigError: it would with learned positions.
+    """
     yarn = model_config.yarn
     if not model_config.multi_latent_attention or yarn is None:
         return
     is_plain = any(argument.text == "--rope-type rope" for argument in line.megatron)
     factor = yarn.rotary_scaling_factor
+    has_learned = model_config.position_embedding_type == "learned_absolute"
+    if has_learned and not is_plain and factor > 1:
+        raise ConfigError(
+            f"learned positions of multi_latent_attention with rotary_scaling_factor {factor:g}",
+            why="with learned positions it rotates by RoPE without scaling",
+            fix="set --position-embedding-type yarn, or leave --rotary-scaling-factor out",
+        )
     if model_config.position_embedding_type == "rope" and not is_plain and factor > 1:
         why = f"MLA with rotary_scaling_factor {factor:g}"
         yield Implied("position_embedding_type", "yarn", why)

@@ -111,7 +111,12 @@ class ModelConfig(ModelFields):
 
     @property
     def has_rope(self) -> bool:
-        """Whether queries and keys are rotated, plainly or by YaRN."""
+        """Whether queries and keys are rotated, plainly or by YaRN.
+
+        MLA also rotates with learned positions, which are added to the embeddings.
+        """
+        if self.multi_latent_attention and self.position_embedding_type == "learned_absolute":
+            return True
         return self.position_embedding_type in ("rope", "yarn")
 
     @property

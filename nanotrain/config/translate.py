@@ -66,10 +66,8 @@ def translate(
     for argument in sorted(without_overruled_checks(line.megatron), key=order_of_conversion):
         with errors:
             convert_flag(result, argument)
-    for setting in implied_settings(result.config, result.explicit, line=line):
-        result.set(setting.name, setting.value, source=setting.why)
-        text = argument_of(setting.name, setting.value)
-        result.notes.append(f"{text} is implied: {setting.why}")
+    with errors:
+        apply_implied(result, line)
     if line.wants_megatron_defaults and "model.activation" not in from_files:
         complete_activation(result, line)
     result.notes += notes(line)
@@ -80,6 +78,14 @@ def translate(
             "as Megatron-LM with --qk-layernorm"
         )
     return result
+
+
+def apply_implied(result: Translation, line: CommandLine) -> None:
+    """Set the fields that other settings imply."""
+    for setting in implied_settings(result.config, result.explicit, line=line):
+        result.set(setting.name, setting.value, source=setting.why)
+        text = argument_of(setting.name, setting.value)
+        result.notes.append(f"{text} is implied: {setting.why}")
 
 
 def without_overruled_checks(arguments: list[MegatronArgument]) -> Iterator[MegatronArgument]:

@@ -40,7 +40,9 @@ DIRECT = {
     "compressed_norm_epsilon": 1e-2,
     "mla_scale_lora": True,
 }
-MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT}
+# Megatron-LM's defaults: learned positions besides the rotary ones, and biases of MLP and output.
+LEARNED = DIRECT | {"position_embedding_type": "learned_absolute", "add_bias_linear": True}
+MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT, "learned": LEARNED}
 
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
 LAYOUTS: list[Row] = [
@@ -50,6 +52,8 @@ LAYOUTS: list[Row] = [
     ("deepseek", 4, {"strategy": "optim", "tp": 4, "etp": 1, "ep": 4}, SP),
     ("direct", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP | {"cp_comm_type": "a2a"}),
     ("deepseek", 4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP | ZB),
+    ("learned", 4, {"strategy": "optim", "tp": 2, "pp": 2}, SP),
+    ("learned", 2, {"strategy": "optim_grads", "cp": 2}, {}),
     (
         "deepseek",
         4,

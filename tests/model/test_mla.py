@@ -33,7 +33,7 @@ from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import LocalParam, ParamSpec, localize
 from nanotrain.spec.shape import ModelShape
 from tests.harness import run_ranks
-from tests.model.building import LLAMA
+from tests.model.building import LLAMA, build, random_batch, randomize
 
 B, S, H, N = 2, 16, 32, 4
 
@@ -293,3 +293,36 @@ def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
     assert (
         sum(spec.numel for spec in declare_model(shape)) == num_parameters(shape) == 671_026_404_352
     )
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if name in weights:
+            parameter.data.copy_(weights[name].data)
+
+
+def test_learned_positions_come_besides_the_rotary_ones() -> None:
+    model = replace(LATENT, untie_embeddings_and_output_weights=True)
+    rotated = randomize(build(model))
+    learned = build(replace(model, position_embedding_type="learned_absolute"))
+    copy_weights(rotated, learned)
+    tokens = random_batch().tokens
+    table = learned.embedding.position.weight.data
+    table.zero_()
+    assert torch.equal(learned.logits(tokens), rotated.logits(tokens))
+    table.fill_(0.5)  # one row for all positions is the same as larger word embeddings
+    rotated.embedding.word.weight.data += 0.5
+    torch.testing.assert_close(learned.logits(tokens), rotated.logits(tokens))
+    table.normal_(generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(learned.logits(tokens), rotated.logits(tokens))
+
+
+def test_the_bias_of_the_output_is_added_once() -> None:
+    model = replace(LATENT, add_bias_linear=True)
+    biased = full_layer(model)
+    hidden = draw(B, S, H, seed=5)
+    grad = draw(B, S, H, seed=6)
+    with_bias = apply(biased, model, hidden, grad=grad)["output of the layer"]
+    without = apply(full_layer(LATENT), LATENT, hidden, grad=grad)["output of the layer"]
+    torch.testing.assert_close(with_bias - without, biased.output.bias.expand_as(without))

@@ -24,7 +24,6 @@ MODEL: Rules = (
     model.check_positions,
     model.check_query_norms,
     model.check_rotary_embedding,
-    model.check_multi_latent_attention,
     model.check_sparse_attention,
     model.check_block_sparse_attention,
     model.check_sparse_attention_windows,

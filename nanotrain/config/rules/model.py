@@ -89,25 +89,6 @@ def check_rotary_embedding(c: Settings) -> Errors:
         )
 
 
-def check_multi_latent_attention(c: Settings) -> Errors:
-    """Errors for settings that multi-latent attention does not have."""
-    if not c.model.multi_latent_attention:
-        return
-    if c.model.position_embedding_type == "learned_absolute":
-        yield ConfigError(
-            "position_embedding_type is learned_absolute with multi_latent_attention",
-            why=f"{c.mla.qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are for "
-            "rotary positions, or for none",
-            fix="set --position-embedding-type rope, yarn or none",
-        )
-    if c.model.add_bias_linear:
-        yield ConfigError(
-            "add_bias_linear with multi_latent_attention",
-            why="its projections have no biases",
-            fix="leave out --add-bias-linear or --multi-latent-attention",
-        )
-
-
 def check_sparse_attention(c: Settings) -> Errors:
     """DeepSeek Sparse Attention and its indexer."""
     model = c.model

@@ -316,10 +316,9 @@ def unused_with_mla(c: Settings) -> UnusedFields:
     yield unused(
         "add_qkv_bias",
         by=by,
-        why="the projections of multi_latent_attention have no biases",
+        why="queries, keys and values of multi_latent_attention have no biases",
         is_harmless=True,
     )
-    yield unused("add_attention_output_bias", by=by, why="its projections have no biases")
     yield unused("kv_channels", by=by, why=MLA_HEADS, is_harmless=True)
     yield unused("qk_layernorm", by=by, why=always_normalizes, is_harmless=True)
     yield unused("qk_l2_norm", by=by, why=always_normalizes)

@@ -118,7 +118,8 @@ def mla(declare: Declaration) -> Specs:
     kv_up = declare.column_linear(key_value_size, compressed, head_rows=key_value_head)
     specs += nest("kv_up", kv_up)
     output_size = shape.num_heads * shape.value_head_dim
-    return specs + nest("output", declare.row_linear(hidden, output_size))
+    output = declare.row_linear(hidden, output_size, bias=shape.has_output_bias)
+    return specs + nest("output", output)
 
 
 def attention_operators(s: LayerSizes) -> Operators:

@@ -92,10 +92,6 @@ def test_what_fits_together_breaks_no_rule(keys):
             "has 0 layers of multi-token prediction: mtp_num_layers is 1; end --hybrid",
         ),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
-        (
-            LATENT | {"position_embedding_type": "learned_absolute"},
-            "learned_absolute with multi_latent_attention",
-        ),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
         (
             {"hidden_size": 72, "rotary_percent": 0.5},
@@ -118,7 +114,6 @@ def test_what_fits_together_breaks_no_rule(keys):
             "beta_fast 1.0 is not above beta_slow 1.0",
         ),
         (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
-        (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
         ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm with qk_layernorm"),
         ({"qk_l2_norm": True, "qk_clip": True}, "qk_clip with qk_l2_norm"),
         ({"optimizer": "adam_h", "qk_clip": True}, "qk_clip with --optimizer adam_h"),
