@@ -165,6 +165,16 @@ class LinearAttentionConfig:
     Hybrid)
     """
 
+    decay_bound: float | None = option(None, check=above(0))
+    """kda: the logarithm of a decay is -decay_bound times a sigmoid, which is never below
+    -decay_bound (Ling 3); unset: minus a softplus, without a bound
+    """
+
+    full_rank_gates: bool = option(False)
+    """kda: the gate and the steps of decays are one projection each, in place of two of low rank
+    (Ling 3)
+    """
+
     norm_epsilon: float | None = option(None, check=above(0))
     """linear attention: norm_epsilon of the norm of its outputs; unset: as in the others"""
 

@@ -8,10 +8,11 @@
     GatedDeltaNet        one decay per head; Qwen3-Next, Qwen3.5 (Yang et al. 2025, "Gated Delta
                          Networks")
     KimiDeltaAttention   one decay per channel; gate and dt are low-rank projections ("Kimi
-                         Linear", 2025)
+                         Linear", 2025) or full ones (Ling 3)
 
-decay = -exp(A_log) * softplus(dt + dt_bias), the logarithm of a factor of the state. tp shards the
-heads; a convolution belongs to its heads. The norm has one weight for all heads.
+decay = -exp(A_log) * softplus(dt + dt_bias), the logarithm of a factor of the state, or with a
+bound -bound * sigmoid(exp(A_log) * (dt + dt_bias)) (Ling 3). tp shards the heads; a convolution
+belongs to its heads. The norm has one weight for all heads.
 
     B batch   S sequence   H hidden   G heads of queries and keys, N of values, on this tp rank
     K, V head dims of keys and values
@@ -68,6 +69,8 @@ class GatedDeltaNet(nn.Module):
         self.key_head_dim = sizes.key_head_dim
         self.value_head_dim = sizes.value_head_dim
         self.max_beta = 2.0 if sizes.allow_neg_eigval else 1.0
+        self.decay_bound = sizes.decay_bound
+        self.has_full_gates = sizes.full_rank_gates
         self.decay = params["decay"]
         self.step_bias = params["step_bias"]
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
@@ -124,18 +127,24 @@ class GatedDeltaNet(nn.Module):
         """Convolutions, decay and correction: the first five fields of `DeltaInputs`."""
         dtype = accumulate_dtype(dt)
         num_heads = len(self.decay)
-        dt = F.softplus(dt.to(dtype) + self.step_bias)
-        dt = dt.unflatten(-1, (num_heads, -1))
+        dt = dt.to(dtype) + self.step_bias
+        decay = self.log_decay(dt.unflatten(-1, (num_heads, -1)))
         query = self.query_conv(query, context)
         key = self.key_conv(key, context)
         value = self.value_conv(value, context)
-        decay_rate = self.decay.to(dtype).exp()
-        A = -decay_rate[:, None]
         beta = self.max_beta * beta.to(dtype).sigmoid()
         query = split_heads(query, self.key_head_dim)
         key = split_heads(key, self.key_head_dim)
         value = split_heads(value, self.value_head_dim)
-        return query, key, value, A * dt, beta[..., None]
+        return query, key, value, decay, beta[..., None]
+
+    def log_decay(self, dt: Tensor) -> Tensor:
+        """The logarithms of the decays, at most 0: [B, S, N, 1 or K] -> the same shape."""
+        rate = self.decay.to(dt.dtype).exp()[:, None]
+        if self.decay_bound is not None:
+            return -self.decay_bound * (rate * dt).sigmoid()
+        A = -rate
+        return A * F.softplus(dt)
 
     def run_scan(
         self,
@@ -167,7 +176,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """KDA: gated DeltaNet with a decay per key channel; gate and dt have two projections each."""
+    """KDA: gated DeltaNet with a decay per key channel; gate and dt may be of low rank."""
 
     activation = staticmethod(torch.sigmoid)
 
@@ -177,6 +186,10 @@ class KimiDeltaAttention(GatedDeltaNet):
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
         narrow = replace(parallel.tp, fp8=None)
         self.beta = ColumnParallelLinear(*params.linear("beta"), tensor_parallel=narrow)
+        if self.has_full_gates:
+            self.gate = column(*params.linear("gate"))
+            self.step = column(*params.linear("step"))
+            return
         self.gate_down = replicated(*params.linear("gate_down"))
         self.gate_up = column(*params.linear("gate_up"))
         self.step_down = replicated(*params.linear("step_down"))
@@ -185,6 +198,8 @@ class KimiDeltaAttention(GatedDeltaNet):
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Query, key, value, gate, dt and beta, [B, S, ...]."""
         wide = (self.query, self.key, self.value)
+        if self.has_full_gates:
+            return project_inputs(hidden, (*wide, self.gate, self.step), narrow=(self.beta,))
         query, key, value, beta = project_inputs(hidden, wide, narrow=(self.beta,))
         gate, dt = column_parallel(hidden, (self.gate_down, self.step_down))
         gate = self.gate_up(gate)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
-from nanotrain.model.attention import LayerScores
+from nanotrain.model.attention import GATE_ACTIVATIONS, LayerScores
 from nanotrain.model.context import (
     DropoutPlace,
     HiddenDropout,
@@ -51,7 +51,7 @@ class MultiLatentAttention(nn.Module):
     Args:
         model_config: configuration of the model.
         params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up,
-            output.
+            output; gate where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
         layer: index in the model.
     """
@@ -86,6 +86,9 @@ class MultiLatentAttention(nn.Module):
         self.kv_down = replicated(*params.linear("kv_down"))
         self.kv_latent_norm = latent_norm(params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
+        self.gate = sharded(*params.linear("gate")) if shape.has_output_gate else None
+        self.gate_channels = shape.gate_channels
+        self.gate_activation = GATE_ACTIVATIONS[shape.attention_output_gate_activation]
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
@@ -110,8 +113,15 @@ class MultiLatentAttention(nn.Module):
             query, compressed_kv, shared_key=shared_key, rotary=inputs.rotary
         )
         attended = attend(query, key=key, value=value, mask=inputs.mask, scores=scores)
-        out = self.output(attended.flatten(2))
+        gate = None if self.gate is None else self.gate(hidden)
+        out = self.output(self.apply_gate(attended, gate))
         return self.dropout(out, context.dropout)
+
+    def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """[B, S, N/tp, Dv], times the activation of a gate if there is one -> [B, S, N/tp Dv]."""
+        if gate is not None:
+            attended = attended * self.gate_activation(split_heads(gate, self.gate_channels))
+        return attended.flatten(2)
 
     def attend(
         self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext

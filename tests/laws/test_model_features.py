@@ -114,6 +114,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 8,
+        "attention_output_gate": True,
+        "attention_output_gate_per_head": True,
         "activation": "squared_relu",
         "normalization": "L2Norm",
         "embedding_l2_norm": True,

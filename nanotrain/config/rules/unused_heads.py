@@ -57,11 +57,11 @@ def unused_heads(c: Settings) -> UnusedFields:
             by="linear_attention_type",
             why="it belongs to linear_attention_type attention_mamba2",
         )
-    if c.model.multi_latent_attention:
+    if c.model.sparse_attention_type == "dsa":
         yield unused(
             "attention_output_gate",
-            by="multi_latent_attention",
-            why="the output of multi_latent_attention has no gate",
+            by="sparse_attention_type",
+            why="the output of sparse attention has no gate",
         )
     if not c.model.attention_output_gate:
         yield unused(

@@ -165,6 +165,10 @@ def unused_linear_attention(c: Settings) -> UnusedFields:
             by=by,
             why="they belong to gated_delta_net and kda",
         )
+    if c.model.linear_attention_type != "kda":
+        yield unused(
+            "linear_decay_bound", "linear_full_rank_gates", by=by, why="they belong to kda"
+        )
     if kind is not None and kind.has_mamba:
         yield unused(
             "linear_conv_kernel_dim",

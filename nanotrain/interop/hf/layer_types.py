@@ -8,6 +8,7 @@ falcon_h1_layers    attention and Mamba-2 side by side in all layers, and factor
 lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
 kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
+bailing_layers      Ling 3: the same with bounded decays
 dsa                 an indexer in every layer
 shared_dsa          GLM-5.2: an indexer in some layers, whose selection the next ones read
 
@@ -348,6 +349,39 @@ def _read_dsa(raw: Raw) -> Values:
     return {}
 
 
+def _read_bailing(raw: Raw) -> Values:
+    """Ling 3: layers of KDA with as many heads as MLA; files may have later layers."""
+    pass_over(raw, "num_nextn_predict_layers", "first_k_dense_replace", "layer_group_size")
+    pass_over(raw, "head_dim", "short_conv_kernel_size", "rope_theta")  # as the class has them
+    values = _read_linear_layers(raw) | read_mlp_types(raw)
+    head_dim = raw["linear_head_dim"]
+    num_heads = raw["linear_num_heads"]
+    bound = raw["kda_lower_bound"]
+    values["linear_attention.conv_kernel_dim"] = raw["linear_conv_kernel_dim"]
+    values["linear_attention.num_key_heads"] = num_heads
+    values["linear_attention.num_value_heads"] = num_heads
+    values["linear_attention.key_head_dim"] = head_dim
+    values["linear_attention.value_head_dim"] = head_dim
+    if raw["kda_safe_gate"]:
+        values["linear_attention.decay_bound"] = -bound
+    return values
+
+
+def _write_bailing(model_config: ModelConfig) -> Values:
+    linear = model_config.linear_attention or LinearAttentionConfig()
+    entries = _write_linear_layers(model_config)
+    entries["head_dim"] = linear.key_head_dim
+    entries["linear_head_dim"] = linear.key_head_dim
+    entries["linear_num_heads"] = linear.num_key_heads
+    entries["linear_conv_kernel_dim"] = linear.conv_kernel_dim
+    entries["short_conv_kernel_size"] = linear.conv_kernel_dim
+    entries["kda_safe_gate"] = linear.decay_bound is not None
+    entries["kda_lower_bound"] = -(linear.decay_bound or 5.0)
+    entries["num_nextn_predict_layers"] = 0
+    entries["num_shared_experts"] = write_num_shared(model_config)
+    return entries
+
+
 INDEXERS = {"full": False, "shared": True}
 
 
@@ -397,6 +431,7 @@ def _write_minimax_m3(model_config: ModelConfig) -> Values:
 
 
 LAYER_PARTS: dict[str, Part] = {
+    "bailing_layers": Part(_read_bailing, _write_bailing),
     "minimax_m3": Part(_read_minimax_m3, _write_minimax_m3),
     "nemotron_h_layers": Part(_read_nemotron, _write_nemotron),
     "granite_layers": Part(_read_granite, _write_granite),

@@ -117,6 +117,8 @@ def mla(declare: Declaration) -> Specs:
     specs += nest("kv_latent_norm", norm(declare, compressed))
     kv_up = declare.column_linear(key_value_size, compressed, head_rows=key_value_head)
     specs += nest("kv_up", kv_up)
+    if shape.has_output_gate:
+        specs += nest("gate", output_gate(declare))
     output_size = shape.num_heads * shape.value_head_dim
     output = declare.row_linear(hidden, output_size, bias=shape.has_output_bias)
     return specs + nest("output", output)
@@ -183,18 +185,22 @@ def projected_attention(
         operators.append(norms)
     operators.append(core)
     if shape.has_output_gate:
-        numel = s.tokens * output
-        gate_numel = s.tokens * gate_width
-        # the activation of the gate, and the output that it multiplies
-        saved_numel = numel + gate_numel
-        if shape.attention_output_gate_activation == "softplus":
-            saved_numel += gate_numel  # the gate, from which torch computes the derivative
-        gated = Saved(saved_numel * s.itemsize, dropped_by=(POINTWISE,))
-        gate = Saved(gate_numel * s.itemsize, only_with=POINTWISE)
-        operators.append(
-            Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))
-        )
+        operators.append(_gate_operator(s, heads=core.heads))
     return [*operators, s.row(output)]
+
+
+def _gate_operator(s: LayerSizes, *, heads: int) -> Gate:
+    """The product of the outputs of heads with their gates."""
+    shape = s.shape
+    numel = s.tokens * heads * shape.value_head_dim
+    gate_numel = s.tokens * heads * shape.gate_channels
+    # the activation of the gate, and the output that it multiplies
+    saved_numel = numel + gate_numel
+    if shape.attention_output_gate_activation == "softplus":
+        saved_numel += gate_numel  # the gate, from which torch computes the derivative
+    gated = Saved(saved_numel * s.itemsize, dropped_by=(POINTWISE,))
+    gate = Saved(gate_numel * s.itemsize, only_with=POINTWISE)
+    return Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))
 
 
 def _saved_by_norms(s: LayerSizes, *, num_heads: int) -> tuple[Saved, ...]:
@@ -216,7 +222,11 @@ def mla_operators(s: LayerSizes) -> Operators:
     """Compressed queries and keys, their norms, up-projections, core attention, output."""
     heads = s.shape.num_heads // s.tp
     core = core_attention(s, heads=heads, groups=heads)
-    return [*compressed_projections(s), core, s.row(heads * s.shape.value_head_dim)]
+    operators = [*compressed_projections(s), core]
+    if s.shape.has_output_gate:
+        operators.append(s.column({"gate": heads * s.shape.gate_channels}))
+        operators.append(_gate_operator(s, heads=heads))
+    return [*operators, s.row(heads * s.shape.value_head_dim)]
 
 
 def compressed_projections(s: LayerSizes) -> Operators:

@@ -141,7 +141,8 @@ def _output_dim(s: LayerSizes) -> int:
     """Channels that are kept of the output of a head."""
     shape = s.shape
     output_dim = shape.head_dim if _is_padded(s) else shape.value_head_dim
-    if _is_padded(s) or s.cp_comm_type in ("allgather", "a2a"):
+    is_sliced = _is_padded(s) and not shape.has_output_gate  # a gate reads the slice itself
+    if is_sliced or s.cp_comm_type in ("allgather", "a2a"):
         output_dim += shape.value_head_dim  # sliced, joined or sent for the next layer
     return output_dim
 

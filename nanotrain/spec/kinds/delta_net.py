@@ -87,11 +87,17 @@ def gated_delta_net(declare: Declaration) -> Specs:
 
 
 def kda(declare: Declaration) -> Specs:
-    """Gate and steps per channel by projections of low rank, whose first halves are replicated."""
+    """Gate and steps per channel, by one projection each or by two of low rank, whose first halves
+    are replicated.
+    """
     shape = declare.shape
     sizes = _sizes(shape)
     widths = _widths(shape)
     gates = nest("beta", declare.narrow_linear(sizes.num_value_heads))
+    if sizes.full_rank_gates:
+        gates += nest("gate", declare.column_linear(widths["value"], shape.hidden_size))
+        gates += nest("step", declare.column_linear(widths["key"], shape.hidden_size))
+        return _declare(declare, gates, num_steps=widths["key"])
     gates += _low_rank(declare, "gate", width=widths["value"], rank=sizes.value_head_dim)
     gates += _low_rank(declare, "step", width=widths["key"], rank=sizes.key_head_dim)
     return _declare(declare, gates, num_steps=widths["key"])
@@ -163,23 +169,34 @@ def gated_delta_net_operators(s: LayerSizes) -> Operators:
 
 
 def kda_operators(s: LayerSizes) -> Operators:
-    """KDA: the first halves of the gate and of the steps are replicated."""
+    """KDA: of low rank, the first halves of the gate and of the steps are replicated."""
     sizes = _sizes(s.shape)
     widths = _local_widths(s)
-    heads = sizes.num_value_heads // s.tp
-    key_dim = sizes.key_head_dim
-    value_dim = sizes.value_head_dim
+    projected = widths | {"beta": sizes.num_value_heads // s.tp}
     value = s.tokens * widths["value"]
     gate = Saved(value * s.itemsize, only_with=POINTWISE)
-    operators: Operators = [s.column({**widths, "beta": heads}, saves=(s.layer_input,))]
-    operators.append(down_projection(s, "gate_down", outputs=value_dim))
-    operators.append(down_projection(s, "step_down", outputs=key_dim))
-    operators.append(up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim))
-    operators.append(up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim))
+    if sizes.full_rank_gates:
+        projected |= {"gate": widths["value"], "step": widths["key"]}
+    operators: Operators = [s.column(projected, saves=(s.layer_input,))]
+    if not sizes.full_rank_gates:
+        operators += _low_rank_gates(s, widths)
     operators += _rule_operators(s, widths, num_steps=widths["key"])
     operators.append(_output_gate(s, value, gate=gate))
     operators.append(s.row(widths["value"]))
     return operators
+
+
+def _low_rank_gates(s: LayerSizes, widths: Mapping[str, int]) -> Operators:
+    """Both projections of the gate, and both of the steps."""
+    sizes = _sizes(s.shape)
+    key_dim = sizes.key_head_dim
+    value_dim = sizes.value_head_dim
+    return [
+        down_projection(s, "gate_down", outputs=value_dim),
+        down_projection(s, "step_down", outputs=key_dim),
+        up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim),
+        up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim),
+    ]
 
 
 def _output_gate(s: LayerSizes, numel: int, *, gate: Saved) -> Gate:

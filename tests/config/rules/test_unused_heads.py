@@ -17,6 +17,14 @@ WINDOWS = {"window_size": 4, "window_attn_skip_freq": "2"}
         WINDOWS | {"rotary_proportional": True, "window_rotary_percent": 0.5},
         WINDOWS | {"multi_latent_attention": True, "window_num_attention_heads": 8},
         {"attention_output_gate_activation": "softplus"},
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 24,
+            "sparse_attention_type": "dsa",
+            "attention_output_gate": True,
+        },
+        {"linear_attention_type": "gated_delta_net", "linear_decay_bound": 5.0},
+        {"linear_attention_type": "gated_delta_net", "linear_full_rank_gates": True},
     ],
 )
 def test_no_setting_is_skipped_in_silence(values):

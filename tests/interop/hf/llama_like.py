@@ -131,6 +131,21 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 16, "gating": "per-element", "rope_parameters": SHARES}
         | {"shared_expert_intermediate_size": 24, "tie_word_embeddings": True},
     ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        MLA
+        | {"num_hidden_layers": 3, "layer_group_size": 2, "first_k_dense_replace": 1, "head_dim": 6}
+        | {"num_local_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+        | {"moe_intermediate_size": 24, "q_lora_rank": None},
+    ),
+    "bailing_hybrid-unbounded": (
+        "BailingHybrid",
+        MLA
+        | {"layer_types": ["full_attention", "linear_attention"], "head_dim": 8}
+        | {"mlp_layer_types": ["sparse", "dense"], "n_shared_experts": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"moe_intermediate_size": 24, "kda_safe_gate": False, "short_conv_kernel_size": 3},
+    ),
     "bamba": (
         "Bamba",
         MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 8},
@@ -237,6 +252,7 @@ MODELING = {
 # Names of files for names in memory, where neither `layers` nor `other_layers` of a family has
 # both.
 IN_FILES = {
+    "bailing_hybrid": {"model.embed_tokens": "model.word_embeddings"},
     "exaone": {
         "model.embed_tokens": "transformer.wte",
         "model.layers": "transformer.h",

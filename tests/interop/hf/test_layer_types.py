@@ -118,3 +118,17 @@ def test_features_we_lack_are_refused_by_name(
 ) -> None:
     with pytest.raises(HuggingFaceError, match=named):
         read(family, **change)
+
+
+def test_heads_of_kda_in_ling_have_the_width_of_the_published_entry() -> None:
+    """transformers overwrites it by the rotary channels of MLA, and keeps it under another name."""
+    published = {"model_type": "bailing_hybrid", "head_dim": 64, "qk_rope_head_dim": 32}
+    model = config_from_hf(published)
+    linear = model.linear_attention
+    assert linear is not None and (linear.key_head_dim, linear.value_head_dim) == (64, 64)
+    assert linear.num_key_heads == model.num_attention_heads == 32
+    assert model.mixers[:6] == ("kda",) * 5 + ("mla",) and linear.decay_bound == 5.0
+    assert model.mtp.num_layers is None
+    written = config_to_hf(model, family="bailing_hybrid")
+    assert (written["head_dim"], written["kda_lower_bound"]) == (64, -5.0)
+    assert canonical(config_from_hf(written)) == canonical(model)

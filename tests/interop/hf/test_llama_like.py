@@ -65,6 +65,10 @@ def read(name: str, **changes: Any) -> ModelConfig:
         ("cohere2_moe-sigmoid", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("codegen", {"rotary_dim": 0}, "rotary_dim"),
         ("minicpm3", {"mlp_bias": True}, "mlp_bias"),
+        ("bailing_hybrid", {"attention_bias": True}, "attention_bias"),
+        ("bailing_hybrid", {"moe_renormalize": False}, "moe_renormalize"),
+        ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("bailing_hybrid", {"kda_lower_bound": 2.0}, "decay_bound"),
         (
             "cohere_compass_text",
             {"rope_parameters": {"full_attention": None}},
