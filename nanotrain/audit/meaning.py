@@ -92,8 +92,8 @@ class Meaning:
     """What arguments mean here."""
 
     config: Config | None = None  # None: they describe no model
-    # flags that were left out, each with what to write in its place
-    without_counterpart: list[tuple[str, str]] = field(default_factory=list)
+    # flags that were left out, by what to write in their place
+    without_counterpart: dict[str, list[str]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)  # flags that are not Megatron-LM's either
     always: list[str] = field(default_factory=list)  # flags that name what is always so here
     # flags that tune what does not exist here; they change no result
@@ -189,7 +189,7 @@ def keep(argument: Argument, meaning: Meaning) -> bool:
         if row.kind == "no effect":
             meaning.without_effect.append(flag)
         return True
-    meaning.without_counterpart.append((argument.text, row.meaning))
+    meaning.without_counterpart.setdefault(row.meaning, []).append(argument.text)
     return False
 
 

@@ -24,6 +24,7 @@ from nanotrain.untrusted import plain_text
 
 NAMES = {"megatron": "Megatron-LM", "nanotrain": "nanotrain"}
 COLUMNS = 120
+PLACEHOLDER = "unset_"  # in place of variables that are not set (sources.py)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ def audit_text(result: Audit) -> str:
     """The audit as text."""
     meaning = result.meaning
     lines = [*head_lines(result), ""]
-    counterparts = [f"{text}: {what}" for text, what in meaning.without_counterpart]
+    counterparts = []
+    for what, flags in meaning.without_counterpart.items():
+        counterparts.append(f"{', '.join(flags)}: {what}")
+    unknown = [", ".join(meaning.unknown)] if meaning.unknown else []
     refused = [match for match in result.refusals if not match.row.is_ignored]
     ignored = [match for match in result.refusals if match.row.is_ignored]
     sections = {
@@ -77,13 +81,13 @@ def audit_text(result: Audit) -> str:
         "flags that Megatron-LM ignores here": refusal_texts(ignored),
         "why it cannot run in nanotrain": meaning.refused,
         "flags without a counterpart in nanotrain": counterparts,
-        "flags that are not known here": meaning.unknown,
+        "flags that are not known here": unknown,
         "notes": notes_of(result),
     }
     for title, texts in sections.items():
         lines += section(title, texts)
     lines += bug_lines(result)
-    return plain_text("\n".join(lines).rstrip())
+    return plain_text("\n".join(lines).rstrip().replace(PLACEHOLDER, "$"))
 
 
 def head_lines(result: Audit) -> list[str]:
@@ -160,7 +164,7 @@ def section(title: str, texts: Sequence[str]) -> list[str]:
     """A title with its lines; nothing without lines."""
     if not texts:
         return []
-    lines = [f"{title}: {len(texts)}"]
+    lines = [f"{title}:"]
     for text in texts:
         lines += wrapped(f"- {text}", indent="  ", following="    ")
     return [*lines, ""]
@@ -233,7 +237,7 @@ def audit_values(result: Audit) -> dict[str, Any]:
         "plans": [as_values(prediction) for prediction in figures.predictions],
         "contradictions": [refusal_values(match) for match in result.refusals],
         "cannot_run": list(result.meaning.refused),
-        "without_counterpart": dict(result.meaning.without_counterpart),
+        "without_counterpart": counterpart_values(result.meaning),
         "without_effect": list(result.meaning.without_effect),
         "unknown_flags": list(result.meaning.unknown),
         "unset_variables": dict(result.source.unset),
@@ -241,6 +245,14 @@ def audit_values(result: Audit) -> dict[str, Any]:
         "megatron_version": version_text(result.version),
         "known_bugs": [bug_values(match) for match in result.bugs],
     }
+
+
+def counterpart_values(meaning: Meaning) -> dict[str, str]:
+    """What to write in place of each flag without a counterpart."""
+    values: dict[str, str] = {}
+    for what, flags in meaning.without_counterpart.items():
+        values |= dict.fromkeys(flags, what)
+    return values
 
 
 def refusal_values(match: Match) -> dict[str, Any]:

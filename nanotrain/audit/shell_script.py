@@ -10,9 +10,8 @@ both are named if they hold arguments.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
-from nanotrain.audit.shell_tests import combined, truth_of
+from nanotrain.audit.shell_tests import combined, simple_truth, truth_of
 from nanotrain.audit.shell_values import (
     MARK,
     Value,
@@ -262,8 +261,8 @@ class Reader:
         fits = False
         while self.at < len(self.tokens) and self.peek() != ")":
             token = self.peek()
-            if isinstance(token, Word):
-                fits = fits or fnmatchcase(text, self.values.text_of(token))
+            if isinstance(token, Word) and not fits:
+                fits = simple_truth([text, "==", self.values.text_of(token)]) is True
             self.at += 1
         self.at += 1
         return fits

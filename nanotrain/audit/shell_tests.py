@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 from nanotrain.audit.shell_values import COMMAND, MARK
 
+MAX_WORDS = 100
+MAX_TEXT = 1_000  # characters of a comparison
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "-eq": lambda left, right: left == right,
     "-ne": lambda left, right: left != right,
@@ -34,8 +36,10 @@ def combined(left: bool | None, right: bool | None, *, operator: str) -> bool | 
 def truth_of(texts: Sequence[str]) -> bool | None:
     """The truth of the words in `[ ]` or `[[ ]]`; None if it is not known.
 
-    A variable that is not set is empty.
+    A variable that is not set is empty. Tests of more words than MAX_WORDS are not read.
     """
+    if len(texts) > MAX_WORDS:
+        return None
     for operator in ("||", "&&"):
         if operator in texts:
             index = list(texts).index(operator)
@@ -59,6 +63,8 @@ def simple_truth(texts: Sequence[str]) -> bool | None:
     if len(texts) != 3:
         return None
     left, operator, right = texts
+    if len(left) + len(right) > MAX_TEXT:
+        return None
     if operator in ("==", "=", "!="):
         return fnmatchcase(left, right) == (operator != "!=")
     return compared(left, right, comparison=operator)

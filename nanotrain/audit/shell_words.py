@@ -97,11 +97,7 @@ class _Reader:
     """A position in the text of a script."""
 
     def __init__(self, text: str, depth: int) -> None:
-        if depth > MAX_NESTING:
-            raise ConfigError(
-                "the script has variables within variables",
-                why=f"more than {MAX_NESTING} levels are not read",
-            )
+        require_shallow(depth)
         self.text = text
         self.depth = depth
         self.at = 0
@@ -210,10 +206,13 @@ class _Reader:
     def items(self) -> tuple[Word, ...]:
         """The words of an array up to its closing bracket."""
         start = self.at
+        self.depth += 1
+        require_shallow(self.depth)
         items: list[Word] = []
         while self.skip_space():
             token = self.next_token()
             if token == ")":
+                self.depth -= 1
                 return tuple(items)
             if isinstance(token, Word):
                 items.append(token)
@@ -367,6 +366,19 @@ class _Reader:
         return ConfigError(
             f"the script cannot be read: {what}, from line {line}",
             fix="check it with bash -n SCRIPT",
+        )
+
+
+def require_shallow(depth: int) -> None:
+    """Check the depth of defaults within defaults, and of arrays within arrays.
+
+    Raises:
+        ConfigError: they are nested too deeply.
+    """
+    if depth > MAX_NESTING:
+        raise ConfigError(
+            "the script has variables within variables",
+            why=f"more than {MAX_NESTING} levels are not read",
         )
 
 

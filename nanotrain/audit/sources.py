@@ -31,6 +31,8 @@ FIX = "name a launch script, a file of arguments, or a folder of --save"
 # variables of a script that decide what Megatron-LM accepts
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\d{1,6})\s*$", flags=re.MULTILINE)
+# several values of a flag in a YAML file, but not a pattern such as [0]*3+[1]*58
+WORDS_IN_BRACKETS = re.compile(r"\[[A-Za-z_][\w. ]*\]")
 NODES = ("--nnodes", "--nodes", "-N")
 RANKS_OF_NODE = (
     "--nproc-per-node",
@@ -118,7 +120,9 @@ def require_flags(source: Source) -> Source:
     if not known:
         raise ConfigError(
             f"{source.name} has no flags of Megatron-LM",
-            why="no program is launched with flags such as --num-layers",
+            why="; ".join(
+                ["no program is launched with flags such as --num-layers", *source.notes]
+            ),
             fix=FIX,
         )
     num_words = sum(len(argument.words) for argument in source.arguments)
@@ -179,6 +183,8 @@ def words_of_value(flag: str, value: Any) -> list[str]:
     if value is False:
         return []
     items = value if isinstance(value, list) else [value]
+    if isinstance(value, str) and WORDS_IN_BRACKETS.fullmatch(value):
+        items = value[1:-1].split()
     words = [flag]
     for item in items:
         try:

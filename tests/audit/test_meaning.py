@@ -40,20 +40,20 @@ def test_the_model_has_the_published_size(name):
 
 def test_flags_without_a_counterpart_are_named_and_left_out():
     meaning = meaning_of(f"{TINY} --fp32-residual-connection --no-such-flag 3 --rotary-base 10")
-    assert [text for text, _ in meaning.without_counterpart] == ["--fp32-residual-connection"]
+    assert list(meaning.without_counterpart.values()) == [["--fp32-residual-connection"]]
     assert meaning.unknown == ["--no-such-flag 3"]
     assert meaning.config is not None and meaning.config.model.rotary_base == 10
 
 
 def test_another_value_of_what_is_always_so_has_no_counterpart():
     meaning = meaning_of(f"{TINY} --distributed-backend mpi")
-    assert meaning.without_counterpart[0][0] == "--distributed-backend mpi"
+    assert list(meaning.without_counterpart.values()) == [["--distributed-backend mpi"]]
     assert meaning.refused == []
 
 
 def test_what_is_accepted_stays():
     meaning = meaning_of(f"{TINY} --distributed-backend nccl --moe-grouped-gemm --swiglu")
-    assert meaning.without_counterpart == [] and meaning.config.model.activation == "swiglu"
+    assert meaning.without_counterpart == {} and meaning.config.model.activation == "swiglu"
     assert meaning.always == ["--distributed-backend", "--moe-grouped-gemm"]
 
 

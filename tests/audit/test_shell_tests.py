@@ -24,6 +24,9 @@ def arguments(text: str) -> list[str]:
         ("[ -f file ]", False),
         ("grep x y", False),
         ("[ -f file ] || [ $B -le 2 ]", True),
+        ("[[ " + "a && " * 5_000 + "a ]]", False),
+        ("[[ " + "! " * 5_000 + "a ]]", False),
+        ("[[ a == " + "*a" * 5_000 + " ]]", False),
     ],
 )
 def test_a_branch_is_followed_if_its_condition_holds(condition, holds):

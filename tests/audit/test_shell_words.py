@@ -98,5 +98,6 @@ def test_text_that_does_not_end_is_one_error_with_its_line(text):
 
 def test_defaults_are_not_nested_forever():
     depth = MAX_NESTING + 2
-    with pytest.raises(ConfigError, match="variables within variables"):
-        read_tokens("${A:-" * depth + "}" * depth)
+    for text in ("${A:-" * depth + "}" * depth, "A=(" * 5_000):
+        with pytest.raises(ConfigError, match="variables within variables"):
+            read_tokens(text)

@@ -90,6 +90,7 @@ MODEL_ARGS:
   --data-path: ${DATA}/x
   --moe-layer-freq: ([0]*1+[1]*3)
   --split: "'99,1,0'"
+  --recompute-modules: "[layernorm moe_act]"
 """
     source = read(tmp_path, text, "model_config.yaml")
     expected = [
@@ -98,6 +99,7 @@ MODEL_ARGS:
         "--data-path ${DATA}/x",
         "--moe-layer-freq ([0]*1+[1]*3)",
         "--split 99,1,0",
+        "--recompute-modules layernorm moe_act",
     ]
     assert flags(source) == expected and source.variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
