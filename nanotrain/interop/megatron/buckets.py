@@ -162,6 +162,8 @@ class BucketState:
         self._blocks = list(blocks(placement.shape))
         self._num_mtp_layers = placement.shape.num_mtp_layers
         try:
+            if placement.shape.has_half_layers:
+                raise ValueError("layers by the letters of a pattern are not looked up in buckets")
             self._buffers = find_buffers(folder)
             self._layout = Layout.from_arguments(arguments, placement.num_layers)
             self._fill()

@@ -29,7 +29,9 @@ from nanotrain.interop.megatron.names import (
     Block,
     block_modules,
     blocks,
+    end_modules,
     leaves,
+    middle_dims,
     num_row_groups,
     rotary_pairs,
 )
@@ -76,6 +78,8 @@ def check_model(model_config: ModelConfig) -> None:
 
 def is_uniform(shape: ModelShape) -> bool:
     """Whether all layers have the same tensors, so that Megatron-LM stacks them."""
+    if shape.has_half_layers:
+        return False
     return len({shape.has_experts(layer) for layer in range(shape.num_layers)}) == 1
 
 
@@ -87,7 +91,7 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
     """
     shape = ModelShape.of(model_config)
     sizes = checkpoint_shapes(model_config)
-    for key, (module,) in TABLES["ends"].items():
+    for key, module in end_modules(shape).items():
         yield from _plan_module(key, module, sizes=sizes)
     for block in blocks(shape):
         yield from _plan_block(block, sizes, shape=shape)
@@ -131,8 +135,8 @@ def _plan_block(
             if key.startswith(EXPERTS):
                 yield from _plan_experts(prefix + key + leaf, sources, stack=stack)
                 continue
-            chunk = _join_chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
-            yield replace(chunk, pairs=pairs)
+            chunk = _join_chunk(prefix + key + leaf, sources, stack=stack, middle=middle_dims(key))
+            yield replace(chunk, num_groups=num_groups, pairs=pairs)
     sources = _find_sources([f"router/{block.ours}{EXPERT_BIAS}"], sizes)
     if sources:
         yield _join_chunk(prefix + EXPERT_BIAS, sources, stack=stack)
@@ -156,17 +160,24 @@ def _join_chunk(
     sources: Sequence[TensorBox],
     *,
     stack: Sequence[StackIndex] = (),
-    num_groups: int = 1,
+    middle: Shape = (),
 ) -> MegatronChunk:
-    """The rows of all sources, in a tensor with a first dim for every index of `stack`."""
+    """The rows of all sources, in a tensor with a first dim for every index of `stack`.
+
+    Args:
+        key: name of the tensor.
+        sources: boxes of our tensors.
+        stack: the indices in front.
+        middle: dims between rows and columns.
+    """
     shapes = [source.box.shape[-2:] for source in sources]
     num_rows = sum(shape[0] for shape in shapes)
-    size = (num_rows, *shapes[0][1:])
+    size = (num_rows, *middle, *shapes[0][1:])
     numbers = [level.number for level in stack]
     start = (*numbers, *[0] * len(size))
     stop = (*(number + 1 for number in numbers), *size)
     shape = (*(level.size for level in stack), *size)
-    return MegatronChunk(key, shape, Box(start, stop), tuple(sources), num_groups)
+    return MegatronChunk(key, shape, Box(start, stop), tuple(sources))
 
 
 def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Tensor:
@@ -188,13 +199,16 @@ def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Te
 def extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
     """Names of the empty states that Megatron-LM stores with its parallel linear layers."""
     for chunk in chunks:
+        if chunk.key == "decoder.final_norm.weight":  # the head has one behind layers by letters
+            yield "output_layer._extra_state/shard_0_1"
         if not chunk.key.endswith(tuple(TABLES["parallel_linear"])):
             continue
         num_stacked = len(chunk.shape) - 2
         offset = chunk.box.start[:num_stacked] or (0,)
         shape = chunk.shape[:num_stacked] or (1,)
         shard = f"shard_{_join_numbers(offset)}_{_join_numbers(shape)}"
-        yield f"{chunk.key.removesuffix('weight')}_extra_state/{shard}"
+        module, _, _ = chunk.key.rpartition("weight")
+        yield f"{module}_extra_state/{shard}"
 
 
 def _join_numbers(numbers: Shape) -> str:

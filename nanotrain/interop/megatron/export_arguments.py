@@ -11,6 +11,7 @@ import ast
 from typing import Any
 
 from nanotrain.config.config import Config
+from nanotrain.config.notation import read_hybrid_pattern
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.interop.megatron.arguments import (
     PATTERNS,
@@ -49,6 +50,10 @@ def arguments_of_config(config: Config, *, batch_size: int) -> dict[str, Any]:
     arguments["group_query_attention"] = config.model.num_query_groups is not None
     arguments["padded_vocab_size"] = config.model.padded_vocab_size
     arguments.setdefault("global_batch_size", batch_size)
+    pattern = config.model.hybrid_layer_pattern
+    if pattern is not None:
+        arguments["is_hybrid_model"] = True
+        arguments["hybrid_override_pattern"] = read_hybrid_pattern(pattern)
     return arguments
 
 

@@ -2,13 +2,16 @@
 
 from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.notation import read_hybrid_pattern
 from nanotrain.config.rules.settings import Settings
+
+MAMBA_EPSILON = 1e-5  # of the norm of gated outputs
 
 
 def unsupported_settings(model_config: ModelConfig) -> list[str]:
     """The settings of a model that Megatron-LM cannot represent."""
     settings = Settings(Config(model=model_config))
-    unsupported = layer_settings(settings) | other_settings(settings)
+    unsupported = layer_settings(settings) | other_settings(settings) | hybrid_settings(settings)
     return [name for name, is_set in unsupported.items() if is_set]
 
 
@@ -22,7 +25,6 @@ def layer_settings(c: Settings) -> dict[str, bool]:
     return {
         "attention_output_gate_per_head": model.attention_output_gate_per_head,
         "linear_attention_type": model.linear_attention_type is not None,
-        "hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
         "norm_placement other than pre": model.norm_placement != "pre",
         "qk_layernorm_across_heads": model.qk_layernorm and across_heads,
         "sinks_in_windows_only": model.sinks_in_windows_only,
@@ -85,4 +87,27 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "logits_scaling": model.logits_scaling != 1,
         "mlp_gate_multiplier": model.mlp_gate_multiplier != 1,
         "mlp_output_multiplier": model.mlp_output_multiplier != 1,
+    }
+
+
+def hybrid_settings(c: Settings) -> dict[str, bool]:
+    """Whether settings of a pattern of layers are set, by name.
+
+    Source: Megatron-LM, `mamba_hybrid_layer_allocation.py` and `mamba_mixer.py` (0.16.1): other
+    sizes are constants there.
+    """
+    pattern = c.model.hybrid_layer_pattern
+    if pattern is None:
+        return {}
+    letters = set(read_hybrid_pattern(pattern))
+    mamba = c.model.mamba
+    return {
+        "hybrid_layer_pattern with other letters than M * - E": bool(letters - set("M*-E")),
+        "hybrid_layer_pattern with multi-token prediction": bool(c.mtp.num_layers),
+        "mamba_conv_kernel_dim other than 4": "M" in letters and mamba.conv_kernel_dim != 4,
+        "mamba_rms_norm off": "M" in letters and not mamba.rms_norm,
+        "mamba_time_step_min": mamba.time_step_min > 0,
+        "mamba_multipliers": any(factor != 1 for factor in mamba.multipliers),
+        "norm_epsilon other than 1e-5 with Mamba-2": "M" in letters
+        and c.model.norm_epsilon != MAMBA_EPSILON,
     }

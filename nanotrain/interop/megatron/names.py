@@ -3,6 +3,7 @@
     TABLES           names.yaml
     blocks           the layers of a model: where their names begin, ours and theirs
     block_modules    the modules of a layer
+    end_modules      the modules before and behind the layers
     leaves           the tensors that a module can have
 
 Import and export read the same rows, so that each is the inverse of the other.
@@ -36,9 +37,10 @@ class Block:
 
 def blocks(shape: ModelShape) -> Iterator[Block]:
     """All layers of a model."""
+    stacked = None if shape.has_half_layers else "decoder.layers."
     for layer in range(shape.num_layers):
         theirs = f"decoder.layers.{layer}."
-        yield Block(layer, f"layers.{layer}.", theirs, stacked="decoder.layers.")
+        yield Block(layer, f"layers.{layer}.", theirs, stacked=stacked)
     for depth, layer in enumerate(shape.mtp_layers):
         theirs = f"mtp.layers.{depth}.transformer_layer."
         yield Block(layer, f"mtp.{depth}.block.", theirs, stacked=None)
@@ -48,6 +50,17 @@ def block_modules(shape: ModelShape, layer: int) -> Mapping[str, Sequence[str]]:
     """The modules of ours by the module there that joins them; nothing for unknown kinds."""
     mixer, mlp = shape.kinds(layer)
     return {**TABLES["mixers"].get(mixer, {}), **TABLES["mlps"].get(mlp, {})}
+
+
+def end_modules(shape: ModelShape) -> dict[str, str]:
+    """The modules of ours before and behind the layers, by the module there."""
+    left_out = "decoder.final_layernorm." if shape.has_half_layers else "decoder.final_norm."
+    return {key: part for key, (part,) in TABLES["ends"].items() if key != left_out}
+
+
+def middle_dims(module: str) -> tuple[int, ...]:
+    """The dims of a tensor there between its rows and its columns."""
+    return (1,) if module.startswith(tuple(TABLES["middle_dim"])) else ()
 
 
 def leaves(module: str) -> Sequence[str]:

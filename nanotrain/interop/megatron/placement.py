@@ -26,7 +26,9 @@ from nanotrain.interop.megatron.names import (
     Block,
     block_modules,
     blocks,
+    end_modules,
     leaves,
+    middle_dims,
     num_row_groups,
     rotary_pairs,
 )
@@ -58,6 +60,7 @@ class Location:
     lead: Shape  # indices of the dims in front: layer, expert
     rows: Rows | RotaryPairs
     shape: Shape  # of the tensor there, without the dims in front
+    middle: Shape = ()  # dims there between rows and columns
 
 
 class Placement:
@@ -80,7 +83,7 @@ class Placement:
         self.locations: dict[str, tuple[Location, ...]] = {}
         self._missing: list[str] = []
         self._found_keys: set[str] = set()  # keys that were found, also those beside the first
-        for module, (part,) in TABLES["ends"].items():
+        for module, part in end_modules(self.shape).items():
             self._add_module([module], [part], prefixes=[Prefix("")])
         for block in blocks(self.shape):
             self._add_block(block)
@@ -184,7 +187,8 @@ class Placement:
             numbered = list(range(num_experts))
             own_sizes = {name: size[1:] for name, size in sizes.items()}
         num_rows = sum(size[0] for size in own_sizes.values())
-        columns = next(iter(own_sizes.values()))[1:]
+        middle = middle_dims(keys[0])
+        columns = (*middle, *next(iter(own_sizes.values()))[1:])
         for expert in numbered:
             found = self._find_key(keys, prefixes=prefixes, expert=expert)
             if found is None:
@@ -197,7 +201,7 @@ class Placement:
                 rows: Rows | RotaryPairs = Rows(first, per_group, num_rows // num_groups)
                 if pairs is not None:
                     rows = pairs
-                location = Location(key, front, rows, (num_rows, *columns))
+                location = Location(key, front, rows, (num_rows, *columns), middle)
                 self.locations[name] = (*self.locations.get(name, ()), location)
                 first += per_group
 
@@ -250,8 +254,10 @@ def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
     """One box of a tensor of ours, or of one expert of it, from the rows that it has there."""
     pieces = []
     for run in location.rows.runs(box.start[0], box.stop[0]):
-        low = (*location.lead, run.first, *box.start[1:])
-        high = (*(index + 1 for index in location.lead), run.last, *box.stop[1:])
+        zeros = [0] * len(location.middle)
+        low = (*location.lead, run.first, *zeros, *box.start[1:])
+        lead = [index + 1 for index in location.lead]
+        high = (*lead, run.last, *location.middle, *box.stop[1:])
         values = read(location.key, Box(low, high))
         pieces.append(values.reshape(-1, *box.shape[1:])[:: run.step])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -8,6 +8,7 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.layer_kinds import MambaConfig
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.interop.hf.names import expert_bias_shapes
@@ -56,6 +57,16 @@ DEEPSEEK = replace(
     multi_latent_attention=True,
     mla=replace(LATENT, q_lora_rank=12),
     mtp=MTPConfig(num_layers=1),
+)
+HYBRID = ModelConfig(
+    **SIZES | {"num_layers": 4},
+    num_query_groups=2,
+    untie_embeddings_and_output_weights=True,
+    position_embedding_type="none",
+    activation="squared_relu",
+    hybrid_layer_pattern="M*-E",
+    mamba=MambaConfig(state_dim=8, head_dim=8, num_groups=2),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=24),
 )
 
 

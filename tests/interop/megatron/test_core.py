@@ -15,10 +15,12 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
 from nanotrain.interop.megatron.export_run import export_megatron
 from tests.harness import run_ranks
+from tests.interop.megatron.mamba_of_torch import build_hybrid, put_in_place
 from tests.interop.megatron.models import (
     DEEPSEEK,
     GATED,
     GPT2,
+    HYBRID,
     LLAMA,
     MLA,
     MOE,
@@ -30,7 +32,7 @@ if find_spec("megatron") is None:  # only the rank below imports it, which takes
     pytest.skip("needs megatron-core", allow_module_level=True)
 
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "moe": MOE, "gated": GATED, "mla": MLA}
-MODELS["deepseek"] = DEEPSEEK
+MODELS |= {"deepseek": DEEPSEEK, "hybrid": HYBRID}
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 32}
 ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
 LEARNED = {
@@ -69,6 +71,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tensor]:
     """In a process of its own: Megatron's model parallelism and its patches of torch are global."""
+    put_in_place()
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -118,6 +121,13 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
         config.mtp_num_layers, model.mtp_process = None, False  # its losses need labels
         with torch.no_grad():
             logits[name] = model(tokens, tokens, mask)
+    model = build_hybrid("M*-E", vocab_size=40)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    folder = root / "hybrid" / "megatron" / "iter_0000003"
+    model.load_state_dict(dist_checkpointing.load({"model": state}, str(folder))["model"])
+    with torch.no_grad():
+        logits["hybrid"] = model(tokens, tokens, mask)
     return logits
 
 

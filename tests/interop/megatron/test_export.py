@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nanotrain.config.model import ModelConfig
+from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.export import check_model, plan_chunks
 from nanotrain.interop.megatron.export_run import export_megatron
@@ -24,6 +24,7 @@ from tests.interop.megatron.models import (
     DEEPSEEK,
     GATED,
     GPT2,
+    HYBRID,
     LLAMA,
     MIXED,
     MLA,
@@ -169,8 +170,8 @@ def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model_config",
-    [LLAMA, GPT2, replace(GPT2, qk_layernorm=True), MOE, MIXED, GATED, MLA, DEEPSEEK],
-    ids=["llama", "gpt2", "norms", "moe", "mixed", "gated", "mla", "deepseek"],
+    [LLAMA, GPT2, replace(GPT2, qk_layernorm=True), MOE, MIXED, GATED, MLA, DEEPSEEK, HYBRID],
+    ids=["llama", "gpt2", "norms", "moe", "mixed", "gated", "mla", "deepseek", "hybrid"],
 )
 def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
     check_model(model_config)
@@ -190,6 +191,16 @@ def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
     assert {
         name: count for name, count in read.items() if not name.startswith("router/")
     } == declared
+
+
+def test_hybrids_of_other_letters_or_sizes_are_one_error() -> None:
+    check_model(HYBRID)
+    mamba = replace(HYBRID.mamba, conv_kernel_dim=3)
+    model_config = replace(HYBRID, mamba=mamba, norm_epsilon=1e-6, mtp=MTPConfig(num_layers=1))
+    with pytest.raises(CheckpointError) as error:
+        check_model(model_config)
+    for name in ("multi-token prediction", "mamba_conv_kernel_dim", "norm_epsilon"):
+        assert name in str(error.value)
 
 
 def test_all_obstacles_are_one_error() -> None:

@@ -10,7 +10,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import with_values
 from nanotrain.interop.megatron.arguments import config_of_arguments
 from nanotrain.interop.megatron.export_arguments import arguments_of_config, lost_settings
-from tests.interop.megatron.models import GPT2, LLAMA, MIXED, MOE
+from tests.interop.megatron.models import DEEPSEEK, GATED, GPT2, HYBRID, LLAMA, MIXED, MOE
 
 MODELS = {
     "llama": LLAMA,
@@ -19,6 +19,9 @@ MODELS = {
     "mixed": MIXED,
     "gelu_tanh": replace(GPT2, activation="gelu_tanh"),
     "squared_relu": replace(GPT2, activation="squared_relu"),
+    "hybrid": HYBRID,
+    "deepseek": DEEPSEEK,
+    "gated": GATED,
     "window": replace(LLAMA, window_size=4, window_attn_skip_freq="2"),
     "padded": replace(LLAMA, make_vocab_size_divisible_by=32),
 }

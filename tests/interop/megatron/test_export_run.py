@@ -22,6 +22,7 @@ from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.interop.megatron.export_state import StateOptions
 from nanotrain.interop.megatron.import_run import import_megatron
 from tests.harness import run_ranks
+from tests.interop.megatron.models import DEEPSEEK, GATED, HYBRID
 from tests.interop.megatron.training import (
     CASES,
     ROWS,
@@ -67,6 +68,8 @@ LAYOUTS: dict[str, dict[str, Case]] = {
 # megatron-core 0.16.1 reads this form right, but where it has several buckets (a tied embedding is one
 # on pipeline stages) it leaves out their padding when it saves, so the state of the last one is shifted
 SHIFTED = ("gpt2", "pp2-distributed")
+# models of other kinds, which go out and come in again
+OTHERS = {"hybrid": HYBRID, "deepseek": DEEPSEEK, "gated": GATED}
 PAIRS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 
 
@@ -75,7 +78,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """The folder of our runs, and megatron-core's losses and norms after it has loaded them."""
     root = tmp_path_factory.mktemp("moved")
     write_tokens(root / "tokens", tokens().numpy().astype(np.uint16), document_length=2000)
-    run_ranks(1, run_command_lines, *(line(root, name) for name in MODELS))
+    run_ranks(1, run_command_lines, *(line(root, name) for name in [*MODELS, *OTHERS]))
     folders, cases = {}, {}
     for model, layout in PAIRS:
         case = LAYOUTS[model][layout]
@@ -96,10 +99,13 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def line(root: Path, name: str) -> list[str]:
     """The command line of a run of ours on one rank."""
-    arguments = vars(arguments_of(MODELS[name], samples=0))
-    config = root / f"{name}.yaml"
-    config.write_text(to_yaml(config_of_arguments(arguments, num_rows=ROWS).config))
-    words = [f"+config={config}", "--run-dir", str(root / name), "--train-iters", str(STEPS)]
+    arguments = vars(arguments_of(MODELS.get(name, MODELS["llama"]), samples=0))
+    config = config_of_arguments(arguments, num_rows=ROWS).config
+    if name in OTHERS:
+        config = replace(config, model=OTHERS[name])
+    file = root / f"{name}.yaml"
+    file.write_text(to_yaml(config))
+    words = [f"+config={file}", "--run-dir", str(root / name), "--train-iters", str(STEPS)]
     words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
     words += ["--eval-interval", "0", "--no-report", "--log-interval", "1"]
     words += ["--save-interval", str(SAVED), "--lr-decay-samples", "160"]
@@ -135,7 +141,7 @@ def test_the_last_state_is_ours(moved, tmp_path: Path, model: str, layout: str) 
             )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_out_and_in_again_is_the_identity(moved, tmp_path: Path, model: str) -> None:
     """Of every tensor, counter and setting, in the last checkpoint of a run."""
     root, _ = moved

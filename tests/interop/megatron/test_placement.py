@@ -15,6 +15,7 @@ from tests.interop.megatron.models import (
     DEEPSEEK,
     GATED,
     GPT2,
+    HYBRID,
     LLAMA,
     MIXED,
     MLA,
@@ -30,8 +31,8 @@ def exported(tmp_path: Path, model_config: ModelConfig) -> TorchDistFolder:
 
 @pytest.mark.parametrize(
     "model_config",
-    [LLAMA, GPT2, MOE, MIXED, GATED, MLA, DEEPSEEK],
-    ids=["llama", "gpt2", "moe", "mixed", "gated", "mla", "deepseek"],
+    [LLAMA, GPT2, MOE, MIXED, GATED, MLA, DEEPSEEK, HYBRID],
+    ids=["llama", "gpt2", "moe", "mixed", "gated", "mla", "deepseek", "hybrid"],
 )
 def test_any_box_of_what_was_exported(tmp_path: Path, model_config: ModelConfig) -> None:
     ours = write_checkpoint(tmp_path / "run", model_config)
