@@ -102,6 +102,7 @@ class Layout:
         num_chunks = size_of(arguments, "virtual_pipeline_model_parallel_size")
         if num_layers % (pp * num_chunks):
             raise ValueError(f"{num_layers} layers are not {pp} x {num_chunks} equal stages")
+        ep = size_of(arguments, "expert_model_parallel_size")
         etp = arguments.get("expert_tensor_parallel_size") or tp
         has_local_layers = arguments.get("transformer_impl") == "local"
         has_grouped_experts = bool(arguments.get("moe_grouped_gemm"))
@@ -111,7 +112,7 @@ class Layout:
         return cls(
             tp=tp,
             pp=pp,
-            ep=size_of(arguments, "expert_model_parallel_size"),
+            ep=ep,
             etp=whole_number(etp, "expert_tensor_parallel_size", low=1),
             num_chunks=num_chunks,
             layers_per_chunk=num_layers // (pp * num_chunks),
@@ -222,13 +223,18 @@ class BucketState:
                 for rank in range(layout.tp):
                     buffer = BufferId(DENSE_CHAIN, stage * layout.tp + rank, chunk)
                     self._fill_buffer(buffer, weights, rank=rank, size=layout.tp)
-                self._fill_experts(stage, chunk)
+                if layout.ep > 1:
+                    self._fill_experts(stage, chunk)
 
     def _fill_experts(self, stage: int, chunk: int) -> None:
-        """The segments of the experts of a stage."""
+        """The segments of the experts of a stage, which have buffers of their own."""
         layout = self._layout
+        per_rank = self._num_experts // layout.ep
         for expert_rank in range(layout.ep):
-            weights = list(self._expert_weights(stage, chunk, expert_rank=expert_rank))
+            experts = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
+            weights: list[Weight] = []
+            for block in self._blocks_of(stage, chunk):
+                weights += self._expert_weights(block, experts)
             for rank in range(layout.etp if weights else 0):
                 group = (stage * layout.ep + expert_rank) * layout.etp + rank
                 buffer = BufferId(EXPERT_CHAIN, group, chunk)
@@ -285,30 +291,41 @@ class BucketState:
         if is_first or has_mtp:
             yield from self._weights("embedding.word_embeddings.")
             yield from self._weights("embedding.position_embeddings.")
-        order = "local" if layout.has_local_layers else "transformer_engine"
         for block in self._blocks_of(stage, chunk):
             if block.stacked is None:
                 continue
-            for module in TABLES["bucket_order"][order]:
-                yield from self._block_weights(module, block)
+            yield from self._weights_of(block)
         if not is_last:
             return
         yield from self._weights("decoder.final_layernorm.")
-        yield from self._mtp_weights(TABLES["bucket_order"][order])
+        yield from self._mtp_weights()
         yield from self._weights("output_layer.")
         is_tied = not list(self._weights("output_layer."))
         if is_tied and layout.pp > 1 and not has_mtp:
             yield from self._weights("embedding.word_embeddings.")  # its copy
 
-    def _mtp_weights(self, order: Sequence[str]) -> Iterator[Weight]:
+    def _weights_of(self, block: Block) -> Iterator[Weight]:
+        """The weights of a layer; experts are among them without expert parallelism."""
+        layout = self._layout
+        order = "local" if layout.has_local_layers else "transformer_engine"
+        if self._num_experts and layout.ep == 1 and layout.etp != layout.tp:
+            raise ValueError(
+                f"experts on {layout.etp} tensor-parallel ranks lie among weights on {layout.tp}"
+            )
+        for module in TABLES["bucket_order"][order]:
+            if module != EXPERTS:
+                yield from self._block_weights(module, block)
+            elif layout.ep == 1:
+                yield from self._expert_weights(block, range(self._num_experts))
+
+    def _mtp_weights(self) -> Iterator[Weight]:
         """The weights of multi-token prediction that are not experts."""
         first = self._placement.num_layers
         for depth in range(self._num_mtp_layers):
             prefix = f"mtp.layers.{depth}."
             for module in TABLES["mtp"]:
                 if module == LAST_OF_MTP:
-                    for inner in order:
-                        yield from self._block_weights(inner, self._blocks[first + depth])
+                    yield from self._weights_of(self._blocks[first + depth])
                 yield from self._weights(prefix + module)
 
     def _is_last(self, stage: int, chunk: int) -> bool:
@@ -340,21 +357,18 @@ class BucketState:
             elif own in self._locations:
                 yield Weight(own, ())
 
-    def _expert_weights(self, stage: int, chunk: int, *, expert_rank: int) -> Iterator[Weight]:
-        """The weights of the experts of a rank: one expert after another, or for grouped GEMM the
-        first products of all experts, then the second ones.
+    def _expert_weights(self, block: Block, experts: range) -> Iterator[Weight]:
+        """The weights of experts of a layer: one expert after another, or for grouped GEMM the
+        first products of all, then the second ones.
         """
-        per_rank = self._num_experts // self._layout.ep
-        experts = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
         products = [f"{EXPERTS}linear_fc1.", f"{EXPERTS}linear_fc2."]
         if self._layout.has_grouped_experts:
             order = [(product, expert) for product in products for expert in experts]
         else:
             order = [(product, expert) for expert in experts for product in products]
-        for block in self._blocks_of(stage, chunk):
-            for product, expert in order:
-                for weight in self._block_weights(product, block):
-                    yield Weight(weight.key, (*weight.lead, expert))
+        for product, expert in order:
+            for weight in self._block_weights(product, block):
+                yield Weight(weight.key, (*weight.lead, expert))
 
     def _check(self) -> None:
         """Check that every weight has a segment."""

@@ -42,6 +42,10 @@ TWO_RANKS = {
     "dp_reshardable_pp2": ["tp"],
     "moe_buckets": ["ep"],
     "moe": ["ep", "tp"],
+    "gated": ["tp", "dp"],
+    "mla": ["pp", "dp"],
+    "deepseek": ["tp", "pp"],
+    "te_moe": ["ep", "tp"],
     "bf16": [],
     "bf16_buckets": ["tp"],
 }
@@ -70,7 +74,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def line(root: Path, name: str, layout: str) -> list[str]:
     """The command line with which an imported run goes on."""
     imported = root / name / "imported"
-    words = [f"+config={imported / 'config.yaml'}", "--load", str(imported)]
+    # with sharded parameters the folder of Megatron-LM itself is loaded
+    source = root / name if layout == "dp" else imported
+    words = [f"+config={imported / 'config.yaml'}", "--load", str(source)]
     words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
     words += ["--run-dir", str(root / name / layout), "--train-iters", str(STEPS)]
     words += ["--eval-interval", "0", "--no-report", "--log-interval", "1", "--allow-data-changes"]

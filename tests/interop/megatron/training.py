@@ -41,6 +41,16 @@ MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 MOE |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
 MOE_ARGUMENTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 MOE_ARGUMENTS |= {"moe_router_load_balancing_type": "none"}
+# a router as DeepSeek-V3 has it, and a shared expert with Qwen's gate: the same names in both
+ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+ROUTER |= {"moe_router_bias_update_rate": 1e-2, "moe_router_topk_scaling_factor": 1.5}
+ROUTER |= {"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True}
+GATES = {"qk_layernorm": True, "attention_output_gate": True, "softmax_type": "learnable"}
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}
+LATENT |= {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+LATENT |= {"rotary_scaling_factor": 1.0, "q_lora_rank": None, "num_query_groups": 4}
+DEEPSEEK = LATENT | ROUTER | {"q_lora_rank": 12, "mtp_num_layers": 1}
+DEEPSEEK |= {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mtp_loss_scaling_factor": 0.3}
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Case:
     form: str | None = None  # of the state of the distributed optimizer; None: without one
     bucket_size: int | None = None
     is_bf16: bool = False
+    is_like_te: bool = False  # parameters in the order in which transformer-engine makes them
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,6 +76,7 @@ class Case:
 
 
 MOE_CASE = {"config": LLAMA | SWIGLU | MOE, "arguments": LLAMA_ARGUMENTS | MOE_ARGUMENTS}
+LATENT_ARGUMENTS = LLAMA_ARGUMENTS | {"group_query_attention": False}
 CASES = {
     "tp2": Case(tp=2),
     "pp2": Case(pp=2),
@@ -86,6 +98,24 @@ CASES = {
     ),
     "moe_buckets": Case(**MOE_CASE, ep=2, form="dp_reshardable"),
     "moe": Case(**MOE_CASE, ep=2),
+    "gated": Case(config=LLAMA | SWIGLU | GATES, arguments=LLAMA_ARGUMENTS | GATES, pp=2),
+    "mla": Case(config=LLAMA | SWIGLU | LATENT, arguments=LATENT_ARGUMENTS | LATENT),
+    "deepseek": Case(
+        config=LLAMA | SWIGLU | MOE | DEEPSEEK,
+        arguments=LATENT_ARGUMENTS | MOE_ARGUMENTS | DEEPSEEK,
+        pp=2,
+        form="dp_reshardable",
+    ),
+    "te_moe": Case(
+        config=LLAMA | SWIGLU | MOE | ROUTER,
+        arguments=LLAMA_ARGUMENTS
+        | MOE_ARGUMENTS
+        | ROUTER
+        | {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"},
+        ep=2,
+        form="dp_reshardable",
+        is_like_te=True,
+    ),
     "bf16": Case(tp=2, is_bf16=True),
     "bf16_buckets": Case(form="dp_reshardable", is_bf16=True),
 }
@@ -226,7 +256,7 @@ class Training:
     def __init__(self, case: Case) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
-        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
         self.case = case
         parallel_state.initialize_model_parallel(
@@ -236,7 +266,8 @@ class Training:
             expert_model_parallel_size=case.ep,
         )
         torch.manual_seed(1 + parallel_state.get_pipeline_model_parallel_rank())
-        self.config = TransformerConfig(
+        is_latent = "multi_latent_attention" in case.config
+        self.config = (MLATransformerConfig if is_latent else TransformerConfig)(
             **SIZES | case.config,
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
@@ -262,16 +293,25 @@ class Training:
             DistributedDataParallelConfig,
         )
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_mtp_block_spec,
+        )
         from megatron.core.transformer.module import Float16Module
 
         vp_stage = stage if self.case.vpp else None
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=False, vp_stage=vp_stage
         )
+        mtp_spec = None
+        if self.config.mtp_num_layers:
+            mtp_spec = get_gpt_mtp_block_spec(
+                self.config, spec, use_transformer_engine=False, vp_stage=vp_stage
+            )
         model = GPTModel(
             self.config,
             spec,
+            mtp_block_spec=mtp_spec,
             vocab_size=ROWS,
             max_sequence_length=SEQ_LENGTH,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -286,7 +326,10 @@ class Training:
             bucket_size=self.case.bucket_size,
             overlap_grad_reduce=self.case.bucket_size is not None,
         )
-        return DistributedDataParallel(self.config, options, model)
+        if not self.case.is_like_te:
+            return DistributedDataParallel(self.config, options, model)
+        with registered_like_te(model):
+            return DistributedDataParallel(self.config, options, model)
 
     def build_optimizer(self) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -421,6 +464,33 @@ class Training:
             name = f"model{index}" if self.case.vpp else "model"
             models[name] = model.module.module if self.case.is_bf16 else model.module
         return models
+
+
+@contextlib.contextmanager
+def registered_like_te(model: Any) -> Iterator[None]:
+    """Parameters in the order in which transformer-engine's modules would make them.
+
+    Its norm before attention belongs to linear_qkv, and the experts of a rank are one module: the
+    first products of all of them, then the second ones. Its norm before experts has its own name.
+    """
+    added = []
+    for layer in model.decoder.layers:
+        fused = "self_attention.linear_qkv.layer_norm_"
+        layer.submodules_config.sharded_state_dict_keys_map = {"input_layernorm.": fused}
+        attention = layer.self_attention
+        norm = layer._modules.pop("input_layernorm")
+        qkv = attention._modules.pop("linear_qkv")
+        attention._modules |= {"norm": norm, "linear_qkv": qkv}
+        layer._modules["input_layernorm"] = norm
+        experts = layer.mlp.experts
+        own = experts._modules.pop("local_experts")
+        experts._modules["first"] = torch.nn.ModuleList(expert.linear_fc1 for expert in own)
+        experts._modules["second"] = torch.nn.ModuleList(expert.linear_fc2 for expert in own)
+        experts._modules["local_experts"] = own
+        added += [(attention, "norm"), (experts, "first"), (experts, "second")]
+    yield
+    for module, name in added:
+        del module._modules[name]
 
 
 def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
