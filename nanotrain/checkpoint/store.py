@@ -290,7 +290,7 @@ def named_checkpoint(path: Path) -> Path:
             why="it has a config.json and no manifest",
             fix=f"--pretrained-checkpoint {path} starts a run from its weights",
         )
-    if any((path / name).is_file() for name in MEGATRON_FILES):
+    if has_megatron_files(path):
         raise CheckpointError(
             f"{path} is a checkpoint of Megatron-LM",
             why="it has no manifest",
@@ -299,6 +299,20 @@ def named_checkpoint(path: Path) -> Path:
     raise CheckpointError(
         f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES
     )
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a path is a folder of Megatron-LM, without a checkpoint of ours."""
+    if not path.is_dir() or path.name.startswith("step-") or (path / MANIFEST).exists():
+        return False
+    if step_entries(path / "checkpoints") or step_entries(path):
+        return False
+    return has_megatron_files(path)
+
+
+def has_megatron_files(path: Path) -> bool:
+    """Whether a folder has the files of a checkpoint of Megatron-LM."""
+    return any((path / name).is_file() for name in MEGATRON_FILES) or any(path.glob("mp_rank_*"))
 
 
 def _fault_of(path: Path) -> CheckpointError | None:

@@ -18,6 +18,7 @@ from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
 MLA_POSITIONS = ("rope", "learned_absolute")  # with either MLA rotates as --rope-type says
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM
 LARGEST = 10**18  # the largest whole number of a flag, as of --train-samples
 
 
@@ -154,11 +155,14 @@ def rope_type(config: Config, text: str) -> dict[str, Any]:
 def ckpt_step(config: Config, text: str) -> dict[str, Any]:
     """The step folder to load, within the run folder or folder of checkpoints of `--load`.
 
+    In a folder of Megatron-LM it has the name that it has there.
+
     Raises:
         ConfigError: `--load` is unset, or names a step folder itself.
     """
     flag = "--ckpt-step"
-    name = step_name(whole_number(flag, text))
+    step = whole_number(flag, text)
+    name = step_name(step)
     load = config.checkpoint.load
     if load is None:
         raise ConfigError(
@@ -173,6 +177,8 @@ def ckpt_step(config: Config, text: str) -> dict[str, Any]:
             why=f"{folder.name} is the checkpoint of one step",
             fix=f"leave {flag} out or set --load RUN",
         )
+    if (folder / MEGATRON_TRACKER).is_file():
+        return {"load": str(folder / f"iter_{step:07d}")}
     if folder.name != "checkpoints":
         folder = folder / "checkpoints"
     return {"load": str(folder / name)}

@@ -13,9 +13,7 @@ read the same lines. A checkpoint that turns out to be damaged when it is loaded
 older one of the same run, which has the same model.
 """
 
-import fcntl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +47,23 @@ from nanotrain.data.run_tokenizer import first_blend, remote_name_of, tokenizer_
 from nanotrain.data.same_tokenizer import require_run_tokenizer
 from nanotrain.data.tasks import Task
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
+from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.interop.hf.canonical import changed_positions, free_keys
 from nanotrain.log import get_logger
 from nanotrain.paths import Address
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder, within_timeout
 from nanotrain.storage.remote import is_address, parse
+from nanotrain.train.file_lock import file_lock
+from nanotrain.train.moved_in import (
+    check_megatron_source,
+    find_megatron_source,
+    with_imported_start,
+)
 from nanotrain.train.open_data import open_datasets, saved_start
 from nanotrain.train.open_tasks import read_tasks
 from nanotrain.train.run import RunInputs
-from nanotrain.waiting import named_wait
 
 log = get_logger(__name__)
 
@@ -87,6 +89,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     folder = RunFolder.of(loaded.config)
     _fetch(loaded.config, folder)
     config = _own_checkpoints_first(loaded.config, folder)
+    config = with_imported_start(config, folder)
     _require_weights(config, folder)
     config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
@@ -198,6 +201,10 @@ def check_local_files(loaded: Loaded) -> None:
         _find_tokenizer(data, config.train)
     pretrained = config.checkpoint.pretrained_checkpoint
     load = config.checkpoint.load if is_start_known else None
+    source = find_megatron_source(config, folder) if is_start_known else None
+    if source is not None:
+        check_megatron_source(config, source)
+        return  # the ranks import it, and compare the model
     if load is not None and not is_address(load):
         named_checkpoint(Path(load))
     is_here = not is_address(pretrained or load or "")
@@ -362,7 +369,7 @@ def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
-    with _file_lock(folder.path / ".preparing"):
+    with file_lock(folder.path / ".preparing", "write the quick-start corpus"):
         prefix = prepare_quickstart(
             folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart")
         )
@@ -411,7 +418,7 @@ def _fetch(config: Config, folder: RunFolder) -> None:
     """Bring small files of the run folder and of `--load` here; one rank at a time."""
     if folder.remote is not None:
         folder.path.mkdir(parents=True, exist_ok=True)
-        with _file_lock(folder.path / ".fetching"):
+        with file_lock(folder.path / ".fetching", "fetch the files of the run"):
             mirror(folder.remote, folder.path)
     _local_copy(config.checkpoint.load, config)
 
@@ -433,27 +440,5 @@ def _local_copy(text: str | None, config: Config) -> str | None:
         return text
     base = _load_base(config)
     base.mkdir(parents=True, exist_ok=True)
-    with _file_lock(base / ".fetching"):
+    with file_lock(base / ".fetching", "fetch the files"):
         return str(fetched(within_timeout(parse(text), config), base))
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock shared by the ranks of this machine.
-
-    Raises:
-        EnvironmentFault: the file system has no locks; the ranks would write the same files at the
-            same time.
-    """
-    with open_append(path) as file:  # neither truncated nor followed as a link
-        try:
-            with named_wait(f"another process holds {path}"):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{path} cannot be locked",
-                why=f"{error.strerror}: "
-                "the ranks would write the quick-start corpus at the same time",
-                fix=OTHER_FOLDER,
-            ) from None
-        yield

@@ -27,8 +27,9 @@ from nanotrain.errors import (
 from nanotrain.plan.plan import plan_run
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
+from nanotrain.train.file_lock import file_lock
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.inputs import _file_lock, open_inputs
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.run import RunInputs
 from tests.config.asking import config_of
 from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train
@@ -191,11 +192,11 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
     events = []
 
     def second():
-        with _file_lock(tmp_path / "lock"):
+        with file_lock(tmp_path / "lock", "write the corpus"):
             events.append("second")
 
     waiting = threading.Thread(target=second)
-    with _file_lock(tmp_path / "lock"):
+    with file_lock(tmp_path / "lock", "write the corpus"):
         waiting.start()
         time.sleep(0.1)
         events.append("first is done")

@@ -1,0 +1,92 @@
+"""Start from a checkpoint of Megatron-LM, which is imported into the run folder first.
+
+    with_imported_start     the configuration whose --load names the imported checkpoint
+    find_megatron_source    the folder of Megatron-LM that a start begins from, if any
+
+One rank per machine imports, under a file lock; the others wait for it. What is imported stays: a
+second start from the same step takes it.
+"""
+
+import zlib
+from pathlib import Path
+
+from nanotrain.checkpoint.store import is_megatron, step_entries
+from nanotrain.config.config import Config
+from nanotrain.config.schema import with_values
+from nanotrain.interop.megatron.folder import find_step_folder
+from nanotrain.interop.megatron.import_run import import_megatron, open_megatron
+from nanotrain.log import get_logger
+from nanotrain.runs.folder import RunFolder
+from nanotrain.storage.remote import is_address
+from nanotrain.train.file_lock import file_lock
+
+log = get_logger(__name__)
+
+IMPORTED = "imported"  # in the run folder
+
+
+def with_imported_start(config: Config, folder: RunFolder) -> Config:
+    """The configuration of a start; a checkpoint of Megatron-LM that it begins from is imported.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be imported.
+        EnvironmentFault: the run folder cannot be written.
+    """
+    source = find_megatron_source(config, folder)
+    if source is None:
+        return config
+    step = find_step_folder(source)
+    optim = takes_optim(config)
+    target = folder.path / IMPORTED / import_name(step, optim=optim)
+    folder.require_writable(probes=False)
+    with file_lock(folder.path / ".importing", "import the checkpoint of Megatron-LM"):
+        if target.is_dir():
+            log.info("--load %s: it was imported before, as %s", source, target)
+        else:
+            target.parent.mkdir(exist_ok=True)
+            log.info("--load %s: a checkpoint of Megatron-LM is imported first", source)
+            for line in import_megatron(step, target, optim=optim).splitlines():
+                log.info("%s", line)
+    if optim:
+        log.info("the samples are those of this run's corpora, in nanotrain's order")
+    # what Megatron-LM read of its corpora is unknown here
+    return with_values(
+        config, {"checkpoint.load": str(target), "checkpoint.allow_data_changes": True}
+    )
+
+
+def find_megatron_source(config: Config, folder: RunFolder) -> Path | None:
+    """The folder of Megatron-LM that a start begins from: that of --load, or the run's own.
+
+    A launch script of Megatron-LM may save where it loads. Its folder is then the run folder, whose
+    own checkpoints come first.
+    """
+    options = config.checkpoint
+    if options.load is not None:
+        is_local = not is_address(options.load)
+        return Path(options.load) if is_local and is_megatron(Path(options.load)) else None
+    if not options.auto_resume or step_entries(folder.checkpoints):
+        return None
+    return folder.path if is_megatron(folder.path) else None
+
+
+def check_megatron_source(config: Config, source: Path) -> None:
+    """Check that a checkpoint of Megatron-LM can be imported; its tensors are not read.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    open_megatron(source, optim=takes_optim(config))
+
+
+def takes_optim(config: Config) -> bool:
+    """Whether a start loads the state of the optimizer."""
+    return config.checkpoint.load_optim and not config.checkpoint.finetune
+
+
+def import_name(step: Path, *, optim: bool) -> str:
+    """The name of an imported step: another one for other files, or without optimizer state."""
+    facts = [str(step.resolve()), str(optim)]
+    for file in sorted(step.iterdir()):
+        facts.append(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}")
+    return f"{step.name}-{zlib.crc32(chr(10).join(facts).encode()):08x}"

@@ -1,0 +1,92 @@
+"""`--load` of a folder of Megatron-LM: it is imported into the run folder once, and trained on."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanotrain.cli.main import main
+from nanotrain.config.config import Config
+from nanotrain.config.schema import with_values
+from nanotrain.interop.megatron.export_run import export_megatron
+from nanotrain.runs.folder import RunFolder
+from nanotrain.train.moved_in import find_megatron_source, import_name
+from tests.harness import run_ranks
+from tests.interop.megatron.models import LLAMA, write_checkpoint
+from tests.interop.megatron.training import CASES, arguments_of
+from tests.laws.command_line import run_command_lines, steps_of
+from tests.laws.megatron_file import write_tokens
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Megatron-LM without optimizer state, beside a corpus."""
+    root = tmp_path_factory.mktemp("moved_in")
+    write_checkpoint(root / "run", LLAMA)
+    export_megatron(root / "run", root / "megatron")
+    common = root / "megatron" / "iter_0000003" / "common.pt"
+    arguments = vars(arguments_of(CASES["tp2"], samples=24))
+    named = Namespace(**arguments | {"vocab_size": 40, "qk_layernorm": True})
+    torch.save(torch.load(common, weights_only=True) | {"args": named}, common)
+    corpus = np.random.default_rng(1).integers(0, 40, 2000).astype(np.uint16)
+    write_tokens(root / "tokens", corpus, document_length=2000)
+    return root / "megatron"
+
+
+def line(megatron: Path, run_dir: Path) -> list[str]:
+    words = ["--load", str(megatron), "--finetune", "--use-checkpoint-args"]
+    words += ["--data-path", str(megatron.parent / "tokens"), "--split", "1,0,0"]
+    words += ["--run-dir", str(run_dir), "--train-iters", "2", "--global-batch-size", "4"]
+    return [*words, "--eval-interval", "0", "--no-report", "--log-interval", "1"]
+
+
+def test_all_ranks_start_from_one_import(megatron: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two"
+    run_ranks(2, run_command_lines, [*line(megatron, two), "--tensor-model-parallel-size", "2"])
+    (imported,) = (two / "imported").iterdir()
+    assert imported.name.startswith("iter_0000003-")
+    written = imported.stat().st_mtime_ns
+    losses = [step["loss"] for step in steps_of(two)]
+    again = ["--no-auto-resume"]  # fine-tuning goes on from its own checkpoints otherwise
+    run_ranks(1, run_command_lines, [*line(megatron, two), *again])
+    assert [path.stat().st_mtime_ns for path in (two / "imported").iterdir()] == [written]
+    assert len(losses) == 2
+    assert [step["loss"] for step in steps_of(two)] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_broken_folder_is_one_message(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "latest_checkpointed_iteration.txt").write_text("../..")
+    words = line(megatron, tmp_path / "runs")
+    words[1] = str(tmp_path / "broken")
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and "takes a step, or release" in error
+    assert not (tmp_path / "runs" / "imported").exists()
+
+
+def test_the_own_checkpoints_of_a_run_come_first(megatron: Path, tmp_path: Path) -> None:
+    """A launch script of Megatron-LM saves where it loads: its folder is the run folder."""
+    config = with_values(Config(), {"train.run_dir": str(megatron)})
+    folder = RunFolder.of(config)
+    assert find_megatron_source(config, folder) == megatron
+    off = with_values(config, {"checkpoint.auto_resume": False})
+    assert find_megatron_source(off, folder) is None
+    named = with_values(config, {"checkpoint.load": str(megatron.parent / "run")})
+    assert find_megatron_source(named, folder) is None  # a run of ours
+    address = with_values(config, {"checkpoint.load": "s3://bucket/megatron"})
+    assert find_megatron_source(address, folder) is None
+    own = RunFolder.of(with_values(config, {"train.run_dir": str(megatron.parent / "run")}))
+    assert find_megatron_source(config, own) is None
+
+
+def test_another_step_or_other_weights_are_imported_anew(megatron: Path) -> None:
+    step = megatron / "iter_0000003"
+    name = import_name(step, optim=True)
+    assert name == import_name(step, optim=True) != import_name(step, optim=False)
+    (step / "metadata.json").touch()
+    assert import_name(step, optim=True) != name
