@@ -26,7 +26,7 @@ from tests.interop.megatron.models import (
     MOE,
     write_checkpoint,
 )
-from tests.interop.megatron.training import patch_core_attention
+from tests.interop.megatron.on_cpu import patch_core_attention
 
 if find_spec("megatron") is None:  # only the rank below imports it, which takes 2 s
     pytest.skip("needs megatron-core", allow_module_level=True)

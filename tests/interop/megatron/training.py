@@ -8,8 +8,6 @@ local ones. Samples are the tokens of `tokens()` in order, two per microbatch.
 """
 
 import contextlib
-import multiprocessing
-import queue
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import gelu, silu
+
+from tests.interop.megatron.on_cpu import OnCPU, patch_for_cpu, registered_like_te
 
 SEQ_LENGTH, GLOBAL_BATCH, MICRO_BATCH, ROWS, VOCAB_SIZE = 12, 8, 2, 48, 40
 SAVED, STEPS = 2, 7
@@ -121,21 +120,6 @@ CASES = {
 }
 
 
-class OnCPU(TorchFunctionMode):
-    """Puts tensors for a GPU on the CPU, and calls their type that of a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if func is torch.Tensor.cuda:
-            return args[0]
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.")
-        return result
-
-
 def tokens() -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (2000,), generator=torch.Generator().manual_seed(3))
 
@@ -176,78 +160,6 @@ def arguments_of(case: Case, *, samples: int) -> Namespace:
         "ckpt_format": "torch_dist",
     }
     return Namespace(**stored | case.arguments)
-
-
-def patch_for_cpu() -> None:
-    """Megatron-core 0.16 without a GPU, transformer-engine and psutil."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states_and_step(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
-        """With the number of updates, which the Adam of transformer-engine has in its groups; that
-        of torch adds to the one of every parameter.
-        """
-        group, index = optimizer.model_param_group_index_map[param]
-        main = optimizer.optimizer.param_groups[group]["params"][index]
-        state = optimizer.optimizer.state[main]
-        state["step"] = state["step"].clone()
-        set_states(optimizer, param, {"step": state["step"], **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_and_step
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.Stream = lambda *_, **__: None
-    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    moe_utils.te_general_gemm = None
-    patch_core_attention()
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
-    filesystem_async._process_memory = lambda: 0
-    # it is filled by this process; the server of megatron-core's own queue would outlive the rank
-    filesystem_async._results_queue = queue.Queue()
-    # it forks writers, which a rank of the harness may not
-    multiprocessing.current_process()._config["daemon"] = False
-
-
-def patch_core_attention() -> None:
-    """Heads whose values have another width than their keys, in megatron-core's own attention.
-
-    Without transformer-engine it has none for MLA: the softmax is torch's.
-    """
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    multi_latent_attention.TELinear = type("TELinear", (), {})  # it is compared with
-    build, compute = DotProductAttention.__init__, DotProductAttention.forward
-    if build.__name__ == "build_latent":
-        return
-
-    def build_latent(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.value_channels = kwargs.pop("v_channels", None)
-        kwargs.pop("k_channels", None)
-        build(self, *args, **kwargs)
-
-    def compute_latent(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any):
-        if self.value_channels is None:
-            return compute(self, query, key, value, *args, **kwargs)
-        heads = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
-        output = scaled_dot_product_attention(*heads, is_causal=True, scale=self.softmax_scale)
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-    DotProductAttention.__init__, DotProductAttention.forward = build_latent, compute_latent
-
-
-def numbers_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """The numbers of tokens as the host has them after a copy from a GPU."""
-    for name in ("input_splits", "output_splits", "output_splits_tp"):
-        value = getattr(dispatcher, name)
-        if isinstance(value, torch.Tensor):
-            setattr(dispatcher, name, value.numpy())
-    return tokens_per_expert
 
 
 class Training:
@@ -464,33 +376,6 @@ class Training:
             name = f"model{index}" if self.case.vpp else "model"
             models[name] = model.module.module if self.case.is_bf16 else model.module
         return models
-
-
-@contextlib.contextmanager
-def registered_like_te(model: Any) -> Iterator[None]:
-    """Parameters in the order in which transformer-engine's modules would make them.
-
-    Its norm before attention belongs to linear_qkv, and the experts of a rank are one module: the
-    first products of all of them, then the second ones. Its norm before experts has its own name.
-    """
-    added = []
-    for layer in model.decoder.layers:
-        fused = "self_attention.linear_qkv.layer_norm_"
-        layer.submodules_config.sharded_state_dict_keys_map = {"input_layernorm.": fused}
-        attention = layer.self_attention
-        norm = layer._modules.pop("input_layernorm")
-        qkv = attention._modules.pop("linear_qkv")
-        attention._modules |= {"norm": norm, "linear_qkv": qkv}
-        layer._modules["input_layernorm"] = norm
-        experts = layer.mlp.experts
-        own = experts._modules.pop("local_experts")
-        experts._modules["first"] = torch.nn.ModuleList(expert.linear_fc1 for expert in own)
-        experts._modules["second"] = torch.nn.ModuleList(expert.linear_fc2 for expert in own)
-        experts._modules["local_experts"] = own
-        added += [(attention, "norm"), (experts, "first"), (experts, "second")]
-    yield
-    for module, name in added:
-        del module._modules[name]
 
 
 def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
