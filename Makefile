@@ -29,7 +29,7 @@ OLDER_TRITON := triton==3.6.0
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheelhouse peers kernels train test pairs mutants check format bench bench-plan dry-run gpu-check docs build clean
+.PHONY: help install wheelhouse peers kernels train test pairs layouts mutants check format bench bench-plan dry-run gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -60,6 +60,11 @@ test: $(READY) ## the whole test suite
 
 pairs: $(READY) ## law tests of every pair of settings, of which the suite has 16 % (minutes)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m all_pairs tests/laws/test_every_pair.py $(ARGS)
+
+LAYOUTS := tests/laws tests/interop/hf/test_round_trip.py
+
+layouts: $(READY) ## rows of the laws that the suite leaves out: more layouts, kinds of layers and models (minutes)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m more_layouts $(LAYOUTS) $(ARGS)
 
 mutants: $(READY) ## plant known bugs one by one and list the tests that see them (an hour); ARGS="optim" for one package
 	$(RUN) scripts/mutants $(ARGS)

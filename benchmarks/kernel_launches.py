@@ -229,7 +229,7 @@ def _build_cast(label: str, recipe: Recipe) -> Launch:
     if how.block == PER_ROW:
         kernels.add("_amax")
     first, last = _capabilities(recipe)
-    is_typical = has_experts and operand == "grad" and rest[-1] == "bf16"
+    is_typical = label == "cast blockwise grad experts bf16"
     return Launch(label, frozenset(kernels), run, first, last, is_typical)
 
 
@@ -240,13 +240,14 @@ def _build_computed_casts() -> list[Launch]:
         how = Cast(recipe.block, E4M3, power_of_two=recipe.power_of_two, columns=True)
         first, last = _capabilities(recipe)
         norm = partial(_cast_computed, how, is_norm=True)
-        is_typical = name in ("rowwise", "blockwise", "mxfp8")
         kernels = frozenset({"_cast"})
+        is_typical = name == "rowwise"
         launches.append(Launch(f"cast {name} norm bf16", kernels, norm, first, last, is_typical))
         if name in ("tensorwise", "rowwise"):  # their amaxes would take a second read of two
             continue
         swiglu = partial(_cast_computed, how, is_norm=False)
         label = f"cast {name} swiglu bf16"
+        is_typical = name == "mxfp8"
         launches.append(Launch(label, kernels, swiglu, first, last, is_typical))
     return launches
 
@@ -269,9 +270,10 @@ def _build_products() -> list[Launch]:
                 sums=sums,
                 is_fast=product == "fprop",
             )
-            is_typical = sums or name in ("tensorwise", "blockwise")
             kernels = frozenset({"_multiply"})
             label = f"{product} {name} experts"
+            is_typical = product == "wgrad" and name in ("rowwise", "blockwise")
+            is_typical |= label == "fprop tensorwise experts"
             launches.append(Launch(label, kernels, run, first, last, is_typical))
     return launches
 
@@ -389,13 +391,13 @@ def _build_nvfp4_experts() -> list[Launch]:
         for name in ("bf16", "fp32"):
             run = partial(_nvfp4_experts, operand, FLOATS[name])
             label = f"nvfp4 {operand} experts {name}"
-            is_typical = operand in ("amaxes", "grad", "grad_t") and name == "bf16"
+            is_typical = operand in ("amaxes", "grad_t") and name == "bf16"
             launches.append(Launch(label, frozenset({kernel}), run, first, is_typical=is_typical))
     products = {"fprop": (False, False), "wgrad": (True, False), "wgrad added": (True, True)}
     for name, (sums, adds) in products.items():
         run = partial(_nvfp4_products, sums=sums, adds=adds)
         label = f"{name} nvfp4 experts"
-        is_typical = sums == adds
+        is_typical = not sums
         kernels = frozenset({"_multiply"})
         launches.append(Launch(label, kernels, run, first, is_typical=is_typical))
     return launches

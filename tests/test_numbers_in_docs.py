@@ -45,6 +45,8 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
     ("CHANGELOG.md", "# learning-rate schedules", lambda: len(LR_DECAYS)),
     ("docs/status.md", "| # layouts equal one rank", lambda: len(test_every_axis.LAYOUTS)),
     ("docs/one_step.md", "compares # layouts with one rank", lambda: len(test_every_axis.LAYOUTS)),
+    ("docs/one_step.md", "# of them in `make layouts`", lambda: len(test_every_axis.OTHERS)),
+    ("tests/laws/README.md", "These are # rows of 8 ranks", lambda: len(test_every_axis.OTHERS)),
     ("docs/status.md", "bit-equal in # cases", lambda: len(test_recompute.ROWS)),
     ("tests/laws/README.md", "a covering array: # rows", lambda: len(make_rows())),
     ("tests/laws/README.md", "two values of # factors", lambda: len(FACTORS)),

@@ -2,7 +2,8 @@
 does.
 
 A row is a layout. `LAYOUTS` covers every pair of tp, sp, pp, vpp, cp, ep, etp and dp (asserted) on
-2, 4 and 8 ranks; a failure prints its row. Two or three steps: all losses but the first depend on
+2, 4 and 8 ranks, and so does what the suite runs of it: `make layouts` runs the others of 8 ranks,
+whose pairs of axes rows of fewer ranks have too. A failure prints its row. Two or three steps: all losses but the first depend on
 updated weights. What a third step or a microbatch that is neither first nor last finds, it finds on
 two ranks, and in `test_one_rank.py`.
 """
@@ -17,6 +18,7 @@ import torch
 
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
+from tests.laws.more_layouts import with_mark
 from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, micro_batch_size, train_here
 
 # The epsilon damps the Adam step of gradients near zero, where rounding could move a weight by lr
@@ -67,6 +69,7 @@ class Layout:
     microbatches: int = 0  # chosen by the ranks
     options: dict[str, Any] = field(default_factory=dict)
     overlaps_too: bool = False  # trained with overlap as well, which changes no bit
+    is_large_in_suite: bool = False  # of 8 ranks, and not in `make layouts` alone
 
     def __post_init__(self) -> None:
         inside = self.sizes.get("tp", 1) * self.sizes.get("pp", 1) * self.sizes.get("cp", 1)
@@ -179,8 +182,23 @@ LAYOUTS = [
     Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, microbatches=6, options=DUAL | TURNS),
     Layout("experts", 4, "optim", {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP),
     Layout("llama", 8, "optim", {"tp": 2, "pp": 2}, options=SP | OVERLAP),
-    Layout("untied", 8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, options=SP),
-    Layout("llama", 8, "optim", {"tp": 2, "pp": 2, "cp": 2}, microbatches=4, options=VPP | HEADS),
+    Layout(
+        "untied",
+        8,
+        "optim_grads",
+        {"tp": 2, "pp": 2, "cp": 2},
+        options=SP,
+        is_large_in_suite=True,
+    ),
+    Layout(
+        "llama",
+        8,
+        "optim",
+        {"tp": 2, "pp": 2, "cp": 2},
+        microbatches=4,
+        options=VPP | HEADS,
+        is_large_in_suite=True,
+    ),
     Layout("gpt2", 8, "optim_grads", {"pp": 2, "cp": 2}, options=ZB | OVERLAP),
     Layout("llama", 8, "optim", {"tp": 2, "cp": 2}, options=SP | OVERLAP),
     Layout(
@@ -190,6 +208,7 @@ LAYOUTS = [
         {"tp": 2, "pp": 2, "etp": 2, "ep": 2},
         options=SP | VPP,
         overlaps_too=True,
+        is_large_in_suite=True,
     ),
     Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 4}, options=OVERLAP),
     Layout("capacity", 8, "optim", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP | ZB),
@@ -220,7 +239,14 @@ LAYOUTS = [
         options=SP,
         overlaps_too=True,
     ),
-    Layout("biased", 8, "optim_grads", {"pp": 2, "ep": 2, "instances": 2}, overlaps_too=True),
+    Layout(
+        "biased",
+        8,
+        "optim_grads",
+        {"pp": 2, "ep": 2, "instances": 2},
+        overlaps_too=True,
+        is_large_in_suite=True,
+    ),
     # optimizer state sharded across instances too
     Layout("llama", 4, "optim", {"instances": 2}, options=OUTER | OVERLAP),
     Layout("experts", 4, "optim_grads", {"ep": 2, "instances": 2}, options=OUTER),
@@ -252,6 +278,7 @@ LAYOUTS = [
         {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2},
         options=ZB,
         overlaps_too=True,
+        is_large_in_suite=True,
     ),
     Layout("untied", 4, "optim_grads_params", {"tp": 2}, options=SP | OVERLAP | KEPT),
     Layout("gpt2", 4, "optim_grads_params", {"cp": 2}, options=GATHER | OVERLAP | BLOCKS),
@@ -268,6 +295,10 @@ LAYOUTS = [
 ]
 
 
+IN_SUITE = [layout for layout in LAYOUTS if layout.ranks < 8 or layout.is_large_in_suite]
+OTHERS = [layout for layout in LAYOUTS if layout not in IN_SUITE]
+
+
 @cache
 def single_rank(model: str, num_layers: int, steps: int) -> list[Outcome]:
     case = Case(steps).but(
@@ -281,7 +312,7 @@ def shape_of(model: str, num_layers: int) -> dict[str, Any]:
     return shape | ({"moe_layer_freq": f"[0]*1+[1]*{num_layers - 1}"} if model == "biased" else {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*IN_SUITE, *with_mark(OTHERS)], ids=str)
 def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
     short = layout.sizes | {"strategy": layout.strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in short.items()} | layout.options
@@ -305,23 +336,27 @@ def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
             assert all(torch.equal(one.weights[box], other.weights[box]) for box in one.weights)
 
 
-def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
+@pytest.mark.parametrize("layouts", [LAYOUTS, IN_SUITE], ids=["all", "suite"])
+def test_layouts_have_every_pair_of_axes_and_every_strategy(layouts: list[Layout]) -> None:
     axes = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp")
     covered = {
-        pair for layout in LAYOUTS for pair in combinations(axes, 2) if layout.axes >= set(pair)
+        pair for layout in layouts for pair in combinations(axes, 2) if layout.axes >= set(pair)
     }
     assert not set(combinations(axes, 2)) - covered
-    drawn = {(layout.model, "sp" in layout.axes) for layout in LAYOUTS if "tp" in layout.axes}
+    drawn = {(layout.model, "sp" in layout.axes) for layout in layouts if "tp" in layout.axes}
     assert drawn == set(product(MODELS, (True, False))), (
         "every model with tp is trained with and without sp"
     )
-    assert len(LAYOUTS) >= 40 and {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
+    assert len(layouts) >= 40 and {layout.ranks for layout in layouts} == {2, 4, 8}
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))
+        seen = set().union(*(layout.axes for layout in layouts if layout.strategy == strategy))
         wanted = {"tp", "pp", "cp", "ep", "dp"} | (
             {"instances"} if strategy != "no_shard" else set()
         )
         assert seen >= wanted, f"{strategy} misses an axis"
+
+
+def test_experts_train_with_overlap_and_without_it_in_every_strategy() -> None:
     overlapped = [layout for layout in LAYOUTS if layout.overlaps_too and "ep" in layout.axes]
     seen = {(layout.strategy, axis) for layout in overlapped for axis in layout.axes}
     assert seen >= set(

@@ -2,7 +2,8 @@
 every layout.
 
 As in test_model_features.py one world of each layout trains every model in every way. Documents
-begin inside of chunks and at their borders.
+begin inside of chunks and at their borders. The suite has the rows that see the planted bugs of
+README.md and of tests/mutants; `make layouts` runs the others.
 """
 
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
+from tests.laws.more_layouts import with_mark
 from tests.laws.test_mla import MLA
 from tests.laws.test_model_features import (
     EXPERTS,
@@ -25,6 +27,7 @@ from tests.laws.test_model_features import (
     Layout,
     Trained,
     assert_equal_to_one_rank,
+    name_of,
     stages,
     train_in_every_way,
 )
@@ -223,27 +226,25 @@ def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: A
     )
 
 
-def name_of(layout: KindLayout) -> str:
-    return f"{layout.num_ranks} {layout.sizes} {layout.options}"
-
-
 GATHER = {"cp_comm_type": "allgather"}
 A2A = {"cp_comm_type": "a2a"}
 LAYOUTS = [
     row(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     row(2, {"strategy": "optim", "tp": 2}, SP, "modules"),
     row(2, {"strategy": "optim", "cp": 2}, {}, "full", 1),
-    row(2, {"strategy": "no_shard", "cp": 2}, A2A, "groups", 1),
-    row(2, {"strategy": "optim", "pp": 2}, VPP, "modules"),
     row(2, {"strategy": "no_shard", "pp": 2}, ZB | stages("Et|tttL")),
-    row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full", 1),
-    row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full", 1),
     row(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP | GPIPE, "modules"),
 ]
+MORE_LAYOUTS = [
+    row(2, {"strategy": "no_shard", "cp": 2}, A2A, "groups", 1),
+    row(2, {"strategy": "optim", "pp": 2}, VPP, "modules"),
+    row(2, {"strategy": "optim_grads_params", "ep": 2}, {}, "full", 1),
+    row(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, "full", 1),
+]
 # More ranks of what others above have: only trained.
-WIDER = [
+WIDER = [row(4, {"strategy": "optim", "cp": 4}, A2A, "", 1)]
+MORE_WIDER = [
     row(4, {"strategy": "optim_grads", "cp": 4}, {}, "", 1),
-    row(4, {"strategy": "optim", "cp": 4}, A2A, "", 1),
     row(4, {"strategy": "optim", "instances": 2}, {"outer_dp_sharding_strategy": "optim"}, "", 1),
 ]
 
@@ -256,7 +257,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *with_mark(MORE_LAYOUTS)], ids=name_of)
 def test_a_layout_keeps_the_laws_with_every_kind(
     layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
@@ -267,7 +268,7 @@ def test_a_layout_keeps_the_laws_with_every_kind(
     assert_equal_to_one_rank(by_rank, single, layout)
 
 
-@pytest.mark.parametrize("layout", WIDER, ids=name_of)
+@pytest.mark.parametrize("layout", [*WIDER, *with_mark(MORE_WIDER)], ids=name_of)
 def test_more_ranks_train_every_kind_as_one_rank_does(
     layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]]
 ) -> None:

@@ -23,6 +23,7 @@ from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import LOSS_TOLERANCE, assert_alike
+from tests.laws.more_layouts import with_mark
 from tests.laws.test_any_topology import State, global_tensors, save_step, state_of
 from tests.laws.test_bytes import planned_resident_bytes, resident_bytes
 from tests.laws.worlds import (
@@ -202,9 +203,6 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 MIXED = ("four layers",)
 LAYOUTS = [
     Layout(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP),
-    Layout(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP, "modules", 3),
-    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}, "groups", 1),
-    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}, "outputs", 1),
     Layout(2, {"strategy": "optim", "cp": 2}, {}, "modules", 1),
     Layout(2, {"strategy": "optim_grads", "tp": 2}, {}, "outputs", 1),
     Layout(2, {"strategy": "no_shard", "pp": 2}, ZB, num_microbatches=3),
@@ -214,6 +212,15 @@ LAYOUTS = [
     Layout(2, {"strategy": "optim_grads", "pp": 2}, ZB | stages("Et|tttL"), "full", 3, MIXED),
     Layout(2, {"strategy": "no_shard", "pp": 2}, GPIPE | stages("E|ttttmmL"), "modules", 3, MIXED),
 ]
+MORE_LAYOUTS = [
+    Layout(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP, "modules", 3),
+    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}, "groups", 1),
+    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}, "outputs", 1),
+]
+
+
+def name_of(layout: Layout) -> str:
+    return f"{layout.num_ranks} {layout.sizes} {layout.options}"
 
 
 @dataclass(frozen=True)
@@ -303,9 +310,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}"
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *with_mark(MORE_LAYOUTS)], ids=name_of)
 def test_a_layout_keeps_the_laws_with_every_feature(
     layout: Layout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:

@@ -8,12 +8,21 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
-from tests.laws.test_layer_kinds import DOCUMENTS, LAYOUTS, WIDER, KindLayout, name_of
+from tests.laws.more_layouts import with_mark
+from tests.laws.test_layer_kinds import (
+    DOCUMENTS,
+    LAYOUTS,
+    MORE_LAYOUTS,
+    MORE_WIDER,
+    WIDER,
+    KindLayout,
+)
 from tests.laws.test_model_features import (
     EXPERTS,
     OPTIM,
     Trained,
     assert_equal_to_one_rank,
+    name_of,
     train_in_every_way,
 )
 from tests.laws.worlds import Case, train_cases
@@ -98,6 +107,11 @@ def with_residuals(layout: KindLayout) -> ResidualLayout:
     return ResidualLayout(**fields | {"models": models})
 
 
+def rows_of(layouts: list[KindLayout], more: list[KindLayout]) -> list[Any]:
+    """The layouts with the models of this file; the suite leaves out those in `more`."""
+    return [*map(with_residuals, layouts), *with_mark(map(with_residuals, more))]
+
+
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
     """Checkpoints of one rank and what it computes."""
@@ -107,7 +121,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
-@pytest.mark.parametrize("layout", [with_residuals(layout) for layout in LAYOUTS], ids=name_of)
+@pytest.mark.parametrize("layout", rows_of(LAYOUTS, MORE_LAYOUTS), ids=name_of)
 def test_a_layout_keeps_the_laws_with_every_residual(
     layout: ResidualLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
@@ -118,7 +132,7 @@ def test_a_layout_keeps_the_laws_with_every_residual(
     assert_equal_to_one_rank(by_rank, single, layout)
 
 
-@pytest.mark.parametrize("layout", [with_residuals(layout) for layout in WIDER], ids=name_of)
+@pytest.mark.parametrize("layout", rows_of(WIDER, MORE_WIDER), ids=name_of)
 def test_more_ranks_train_every_residual_as_one_rank_does(
     layout: ResidualLayout, one_rank: tuple[Path, dict[str, Trained]]
 ) -> None:
