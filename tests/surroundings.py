@@ -16,6 +16,7 @@ FOREIGN += ("HF_HOME", "HF_TOKEN", "HF_ENDPOINT")
 FOREIGN += ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN_PREFIXES = ("LC_", "GIT_", "AWS_", "WANDB_", "NANOTRAIN_")
 FOREIGN_PREFIXES += ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+KEPT = ("NANOTRAIN_DRILLS",)  # a setting of the tests
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 UMASK = 0o022
 
@@ -30,7 +31,8 @@ def own_surroundings(home: str) -> None:
     os.umask(UMASK)
     _open_stdin()
     for name in [*os.environ]:
-        if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
+        is_foreign = name in FOREIGN or name.startswith(FOREIGN_PREFIXES)
+        if is_foreign and name not in KEPT:
             del os.environ[name]
     os.environ["LANG"] = "C.UTF-8"
     os.environ["TZ"] = "UTC"

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.surroundings import own_surroundings
+
 ROOT = Path(__file__).parents[1]
 # each depends on what a process inherits: signals, umask, width and language of a terminal, stdin
 SAMPLE = [
@@ -42,6 +46,14 @@ def leave_nothing() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     os.umask(0o077)
     os.close(0)
+
+
+def test_foreign_settings_go_and_those_of_the_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", "/nonexistent")
+    monkeypatch.setenv("NANOTRAIN_DRILLS", "1")
+    own_surroundings(home=os.environ["HOME"])
+    assert "NANOTRAIN_CONFIG_DIR" not in os.environ
+    assert os.environ["NANOTRAIN_DRILLS"] == "1"
 
 
 def test_a_sample_passes_whatever_the_process_inherits() -> None:
