@@ -54,6 +54,8 @@ def case_of(name: str, layout: Layout) -> Case:
     if model.moe is None:
         expert_axes = {SHORT_NAMES["ep"], SHORT_NAMES["etp"]}
         parallel = {key: size for key, size in parallel.items() if key not in expert_axes}
+    if "cp" in sizes and model.sparse_attention_type is not None:
+        parallel["cp_comm_type"] = "allgather"  # the one that selects keys
     if "pp" in sizes and model.num_layers % 2:
         parallel["decoder_first_pipeline_num_layers"] = 2
     axes = [sizes.get(axis, 1) for axis in ("tp", "cp", "pp")]
