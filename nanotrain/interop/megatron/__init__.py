@@ -9,6 +9,7 @@ folder.py                 the files of a checkpoint; its tensors and pickles are
 arguments.py              its arguments as a configuration
 placement.py              the place of each of our tensors in its tensors
 optimizer_state.py        main parameters, moments and counters
+main_params.py            the check that main parameters are those of the weights
 import_run.py             a checkpoint of ours from all of them
 
 It trains nothing and imports nothing of Megatron-LM: it reads and writes files.

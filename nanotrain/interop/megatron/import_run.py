@@ -30,6 +30,7 @@ from nanotrain.interop.megatron.folder import (
     read_common_state,
     require_torch_dist,
 )
+from nanotrain.interop.megatron.main_params import require_main_of_weights
 from nanotrain.interop.megatron.optimizer_state import (
     MOMENTS,
     Counters,
@@ -132,6 +133,7 @@ def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
     counters = Counters()
     if state is not None:
         require_adam(imported.config)
+        require_main_of_weights(placement, state)
         counters = read_counters(tensors, common)
         config = with_schedule(imported.config, counters.scheduler)
         imported = ImportedConfig(config, imported.notes)

@@ -17,6 +17,7 @@ import torch
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.config.load import to_yaml
+from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.arguments import config_of_arguments
 from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.interop.megatron.export_state import StateOptions
@@ -139,6 +140,15 @@ def test_the_last_state_is_ours(moved, tmp_path: Path, model: str, layout: str) 
             torch.testing.assert_close(
                 value, expected[key], rtol=TOLERANCE, atol=TOLERANCE, msg=key
             )
+
+
+def test_state_that_megatron_core_shifts_is_refused(moved, tmp_path: Path) -> None:
+    root, _ = moved
+    saved = root / f"{'-'.join(SHIFTED)}-end"
+    with pytest.raises(CheckpointError, match=r"embedding.word.weight\[0:1,0:16\] differs"):
+        import_megatron(saved, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+    import_megatron(saved, tmp_path / "imported", optim=False)
 
 
 @pytest.mark.parametrize("model", [*MODELS, *OTHERS])
