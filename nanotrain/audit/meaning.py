@@ -130,7 +130,7 @@ def meaning_of_flags(arguments: Sequence[Argument], *, program: str = "") -> Mea
     meaning = Meaning()
     other = other_model(arguments, program)
     if other:
-        meaning.refused.append(f"the model is {other}: only decoders of text exist here")
+        meaning.refused.append(f"it trains {other}: only decoders of text exist here")
         for argument in arguments:
             keep(argument, meaning)
         return meaning

@@ -62,7 +62,7 @@ def audit(
         gpu=gpu,
         version=version,
         bugs=tuple(matching_bugs(values, version)),
-        refusals=tuple(matching_refusals(values)),
+        refusals=() if source.has_run else tuple(matching_refusals(values)),
     )
 
 

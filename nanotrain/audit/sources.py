@@ -22,8 +22,10 @@ from nanotrain.config.flags import known_flags
 from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
 from nanotrain.errors import ConfigError
+from nanotrain.interop.megatron.arguments import TABLE
 from nanotrain.untrusted import parse_yaml, plain_text, read_file, unreadable
 
+DEFAULTS: dict[str, Any] = TABLE["defaults"]  # of Megatron-LM, where they ask for something
 MAX_BYTES = 1 << 18
 MAX_RANKS = 200_000
 MAX_WORDS = 5_000
@@ -49,6 +51,7 @@ class Source:
     name: str  # the file, for the report
     arguments: list[Argument]
     program: str = ""  # the Python file that is launched
+    has_run: bool = False  # Megatron-LM has accepted the arguments
     ranks: int | None = None  # number of GPUs, where the script has it
     variables: dict[str, str] = field(default_factory=dict)  # those of VARIABLES
     notes: list[str] = field(default_factory=list)  # what was left out
@@ -301,7 +304,7 @@ def ranks_variable(script: Script) -> int | None:
 
 
 def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:
-    """The stored arguments of a run as flags: those that are set.
+    """The stored arguments of a run as flags: those that are set to other values than usual.
 
     Args:
         name: the folder, for the report.
@@ -312,6 +315,8 @@ def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:
         value = stored[argument]
         if value is None or value is False or not argument.isidentifier():
             continue
+        if value == DEFAULTS.get(argument):
+            continue
         items = value if isinstance(value, list | tuple) else [value]
         texts = () if value is True else tuple(plain_text(item) for item in items[:1000])
         arguments.append(Argument(flag_of(argument), texts))
@@ -319,4 +324,4 @@ def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:
         arguments.append(Argument("--disable-bias-linear"))
     ranks = stored.get("world_size")
     is_count = type(ranks) is int and 0 < ranks <= MAX_RANKS
-    return Source(name, arguments, ranks=ranks if is_count else None)
+    return Source(name, arguments, has_run=True, ranks=ranks if is_count else None)

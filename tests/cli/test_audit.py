@@ -82,10 +82,14 @@ def test_another_gpu_changes_the_plan(capsys):
 
 
 def test_a_checkpoint_is_audited_by_its_stored_arguments(tmp_path, capsys):
-    folder = checkpoint(tmp_path / "ck", Namespace(**STORED))
+    # what every run of Megatron-LM stores: defaults, and what follows from other arguments
+    derived = {"patch_dim": 16, "encoder_num_layers": 4, "train_samples": 80, "lr_warmup_iters": 0}
+    derived |= {"sequence_parallel": True, "decoder_num_layers": None, "softmax_type": "vanilla"}
+    folder = checkpoint(tmp_path / "ck", Namespace(**STORED, **derived))
     values = json.loads(audit(folder, "--json", capsys=capsys))
     assert values["world_size"] == 4 and values["plans"][0]["sizes"]["tp"] == 2
     assert [bug["finding"] for bug in values["known_bugs"]] == [9]
+    assert values["contradictions"] == [] and values["cannot_run"] == []
 
 
 class Hostile:
