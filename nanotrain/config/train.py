@@ -7,6 +7,7 @@ from nanotrain.config.option import above, at_least, option, url
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 # transformer_engine, full, full_iteration and moe are values of Megatron-LM that a rule refuses
+RerunMode = Literal["disabled", "validate_results"]
 CudaGraphImpl = Literal["none", "local", "transformer_engine"]
 CudaGraphScope = Literal[
     "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "full", "full_iteration", "moe"
@@ -50,6 +51,12 @@ class TrainConfig:
 
     device: DeviceKind = option("auto")
     """auto (cuda where available), cpu or cuda"""
+
+    rerun_mode: RerunMode = option("disabled")
+    """validate_results: take a step whose loss is not finite again, and log whether that repeats,
+    which tells a transient fault of hardware from one of data, settings or weights; the host then
+    waits for every step; disabled: skip it
+    """
 
     deterministic_mode: bool = option(False)
     """deterministic algorithms of torch, cuBLAS, cuDNN and NCCL; an operator that has none is an

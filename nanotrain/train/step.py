@@ -167,6 +167,7 @@ def train_step_with_repeats(run: Run, batch: GlobalBatch, *, is_logged: bool = T
             take_back_step(run, batch)
             with part.repeating():
                 output = train_step(run, batch, is_logged=is_logged)
+            part.repeated(output.metrics)
     return output
 
 

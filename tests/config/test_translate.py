@@ -144,7 +144,7 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "it means --linear-attention-type gated_delta_net; leave one of them out",
         ),
         ("--rope-type llama3", "it takes rope or yarn"),
-        ("--rerun-mode validate_results", "steps are not repeated to find faulty hardware"),
+        ("--rerun-mode report_stats", "write validate_results"),
         ("--error-injection-rate 0.1", "no faults are injected"),
         (
             "--no-save-optim --rollback-on-spike 3",
@@ -184,9 +184,9 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_a_value_that_is_never_so_is_one_mistake():
     with pytest.raises(
-        ConfigError, match="^--rerun-mode validate_results contradicts what nanotrain always does"
+        ConfigError, match="^--error-injection-rate 100 contradicts what nanotrain always does"
     ):
-        loaded("--rerun-mode validate_results")
+        loaded("--error-injection-rate 100")
 
 
 def test_missing_features_are_one_error_that_names_all_of_them():

@@ -9,6 +9,7 @@
     after_update                after the update rule, before the all-gather of parameters
     metrics                     on the host, once the step is read
     wants_repeat, repeating     whether a step that changed no weight is taken again, and how
+    repeated                    once it was
     take_back                   before that: forget the step
     tensors, missing, unread, restored  in checkpoints
 
@@ -159,6 +160,9 @@ class StepPart:
     def repeating(self) -> AbstractContextManager[None]:
         """Change what the skipped step lacked, for the time of its repetition."""
         return nullcontext()
+
+    def repeated(self, metrics: Mapping[str, Any]) -> None:
+        """Called with the metrics of a repetition."""
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         """This rank's tensors in a checkpoint, into which it is also read."""

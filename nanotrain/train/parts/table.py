@@ -18,6 +18,7 @@ from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
 from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
 from nanotrain.train.parts.quantile_balance import QuantileBalance
 from nanotrain.train.parts.rank_capacity import RankCapacity
+from nanotrain.train.parts.repeated_step import RepeatedStep
 from nanotrain.train.parts.router_balance import RouterBalance
 from nanotrain.train.parts.stochastic_rounding import StochasticRounding
 from nanotrain.train.parts.trained_params import TrainedParams
@@ -38,6 +39,7 @@ PARTS: dict[str, type[StepPart]] = {
     "group_norms": GroupNorms,
     "zero_grads": ZeroGrads,
     "stochastic_rounding": StochasticRounding,
+    "repeated_step": RepeatedStep,
     "fp8_amaxes": Fp8Amaxes,
 }
 
