@@ -50,8 +50,8 @@ PAGE = """\
 `{commit}`. A set loads if `nanotrain config --megatron-defaults` accepts its arguments and its
 layout fits the ranks of the test. None was trained for this page.
 
-A set is a `MODEL_ARGS` of a `model_config.yaml`. Its number of ranks is that of each recipe that runs it; without a
-recipe it is the smallest multiple of {ranks_per_node} that the layout divides. Variables of the shell, such as
+A set is a `MODEL_ARGS` of a `model_config.yaml`. Its number of ranks is its own `GPUS_PER_NODE`, else that of each
+recipe that runs it; without a recipe it is the smallest multiple of {ranks_per_node} that the layout divides. Variables of the shell, such as
 `$DATA_BLEND`, are replaced by a path.
 
 | folder | sets | loaded | refused |
@@ -110,10 +110,12 @@ def read_sets(checkout: Path) -> Iterator[ArgumentSet]:
                 continue
             arguments = tuple(words_of(content[key] or {}))
             suffix = "" if key == "MODEL_ARGS" else f" {key}"
+            own = content.get("MODEL_ENV_VARS", {}).get(key, {}).get("GPUS_PER_NODE")
+            ranks = {own} if own else {ranks for ranks, _ in runs[case]}
             yield ArgumentSet(
                 case + suffix,
                 arguments,
-                ranks=tuple(sorted({ranks for ranks, _ in runs[case]})),
+                ranks=tuple(sorted(ranks)),
                 scope=scope_of(case, content.get("MODE"), programs, arguments),
             )
 

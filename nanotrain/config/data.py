@@ -85,6 +85,18 @@ class DataConfig:
     fim_spm_rate: float = option(0.5, check=at_least(0, at_most=1))
     """fim_data: share of those that begin with the suffix"""
 
+    fim_split_sample: str | None = option(None)
+    """fim_data: token at which a part is split into fragments, such as the files of a repository, a
+    token of the tokenizer or an id; of fim_rate of these parts every fragment is rewritten or not;
+    unset: a part is rewritten as a whole
+    """
+
+    fim_fragment_rate: float | None = option(None, check=at_least(0, at_most=1))
+    """fim_split_sample: share of the fragments that are rewritten"""
+
+    fim_no_prefix: str | None = option(None)
+    """fim_data: a part or fragment whose text begins with this is not rewritten"""
+
     fim_prefix_token: str = option("<fim_prefix>")
     """fim_data: sentinel before the prefix, a token of the tokenizer or an id"""
 

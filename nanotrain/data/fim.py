@@ -9,6 +9,10 @@ last tokens of the suffix. So positions, segments and the documents of a sample 
 samples. Where a part goes on in the next sample, the label after the gap is no target. Corpora with
 a loss mask, such as conversations, stay as they are.
 
+With `--fim-split-sample` a part that has the token is divided at it, such as a repository into its
+files. If the part is chosen, each fragment is rewritten or not by `--fim-fragment-rate`, in its
+place; the tokens between fragments stay. What begins with `--fim-no-prefix` is never rewritten.
+
 Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle",
 sections 3 and 4.
 """
@@ -16,6 +20,7 @@ sections 3 and 4.
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -23,7 +28,7 @@ import numpy as np
 from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import Sample
 from nanotrain.data.gpt import GPTDataset
-from nanotrain.data.tokenizer import FastTokenizer, load_with_files
+from nanotrain.data.tokenizer import FastTokenizer, SlowTokenizer, load_with_files
 from nanotrain.errors import ConfigError
 
 _ONE = 1 << 64
@@ -37,6 +42,10 @@ class FillInTheMiddle:
     rate: float  # fraction of the parts that are rewritten
     spm_rate: float  # fraction of the rewritten parts that begin with the suffix
     seed: int
+    split_token: int | None = None  # id between the fragments of a part; None: parts have none
+    fragment_rate: float = 1.0  # fraction of the fragments that are rewritten, of chosen parts
+    no_prefix: str = ""  # text at the beginning of what is not rewritten; empty: all may be
+    tokenizer: str = ""  # name of the tokenizer that decodes it
 
     @classmethod
     def of(cls, data: DataConfig, *, tokenizer: str | None, vocab_size: int, seed: int) -> Self:
@@ -49,23 +58,31 @@ class FillInTheMiddle:
             seed: key of all choices.
 
         Raises:
-            ConfigError: a sentinel is no token.
+            ConfigError: a sentinel is no token, or the text of tokens is needed and unknown.
         """
         names = {
-            "prefix": data.fim_prefix_token,
-            "suffix": data.fim_suffix_token,
-            "middle": data.fim_middle_token,
+            "prefix-token": data.fim_prefix_token,
+            "suffix-token": data.fim_suffix_token,
+            "middle-token": data.fim_middle_token,
         }
+        if data.fim_split_sample is not None:
+            names["split-sample"] = data.fim_split_sample
+        if data.fim_no_prefix and tokenizer is None:
+            raise ConfigError(
+                f"--fim-no-prefix {data.fim_no_prefix!r} without a tokenizer",
+                why="it compares the text of tokens",
+                fix="set --tokenizer-model",
+            )
         vocabulary: dict[str, int] = {}
         if tokenizer is not None and not all(name.isdigit() for name in names.values()):
             vocabulary = _read_vocabulary(tokenizer)
-        sentinels = []
+        ids = []
         wrong = []
         for kind, name in names.items():
             token = int(name) if name.isdigit() else vocabulary.get(name, vocab_size)
-            sentinels.append(token)
+            ids.append(token)
             if token >= vocab_size:
-                wrong.append(f"--fim-{kind}-token {name}")
+                wrong.append(f"--fim-{kind} {name}")
         if wrong:
             raise ConfigError(
                 f"{', '.join(wrong)}: no token",
@@ -75,8 +92,17 @@ class FillInTheMiddle:
                 ),
                 fix="name special tokens of the tokenizer, or give unused ids",
             )
-        prefix, suffix, middle = sentinels
-        return cls((prefix, suffix, middle), data.fim_rate, data.fim_spm_rate, seed)
+        prefix, suffix, middle, *splits = ids
+        return cls(
+            (prefix, suffix, middle),
+            data.fim_rate,
+            data.fim_spm_rate,
+            seed,
+            split_token=splits[0] if splits else None,
+            fragment_rate=1.0 if data.fim_fragment_rate is None else data.fim_fragment_rate,
+            no_prefix=data.fim_no_prefix or "",
+            tokenizer=tokenizer or "",
+        )
 
     def __call__(self, dataset: GPTDataset, index: int, sample: Sample) -> Sample:
         """Sample `index` of a dataset with its parts rewritten."""
@@ -93,11 +119,49 @@ class FillInTheMiddle:
                 stop -= 1  # the end-of-document token stays
             inside = slice(part.offset, min(stop, length))
             original = sample.tokens[inside]
-            tokens[inside] = self.rewritten(original, key=f"{epoch} {part.start}")
+            tokens[inside] = self.rewritten_part(original, key=f"{epoch} {part.start}")
             if stop > length and not np.array_equal(tokens[inside], original):
                 loss_mask[-1] = 0.0
         labels[:-1] = tokens[1:]
         return replace(sample, tokens=tokens, labels=labels, loss_mask=loss_mask)
+
+    def rewritten_part(self, ids: np.ndarray, *, key: str) -> np.ndarray:
+        """[n] tokens of a part -> [n] tokens, perhaps with a gap in each of its fragments.
+
+        >>> fim = FillInTheMiddle((97, 98, 99), 1.0, 0.0, seed=1, split_token=7)
+        >>> fim.rewritten_part(np.array([0, 1, 2, 3, 7, 7, 4, 5, 6]), key="0").tolist()
+        [97, 98, 99, 0, 7, 7, 4, 5, 6]
+        """
+        if self.split_token is None:
+            return self.rewritten(ids, key=key)
+        breaks = np.flatnonzero(ids == self.split_token)
+        if len(breaks) == 0:
+            return self.rewritten(ids, key=key)
+        if self._draws(key)[0] >= self.rate * _ONE:
+            return ids
+        in_fragments = replace(self, rate=self.fragment_rate)
+        tokens = ids.copy()
+        starts = [0, *(breaks + 1)]
+        stops = [*breaks, len(ids)]
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            fragment = ids[start:stop]
+            tokens[start:stop] = in_fragments.rewritten(fragment, key=f"{key} {number}")
+        return tokens
+
+    def _draws(self, key: str) -> tuple[int, int, int, int]:
+        """Four random numbers below 2^64: choice, order and ends of the gap."""
+        digest = hashlib.blake2b(f"fim {self.seed} {key}".encode(), digest_size=32).digest()
+        first, second, third, fourth = struct.unpack("<4Q", digest)
+        return first, second, third, fourth
+
+    def _is_excluded(self, ids: np.ndarray) -> bool:
+        """Whether a text begins with `no_prefix`."""
+        if not self.no_prefix:
+            return False
+        # a token has at least one byte, unless it is special, which decodes to nothing
+        start = ids[: 2 * len(self.no_prefix.encode()) + 8]
+        text = load_once(self.tokenizer).decode(start.tolist())
+        return text.startswith(self.no_prefix)
 
     def rewritten(self, ids: np.ndarray, *, key: str) -> np.ndarray:
         """[n] tokens -> [n] tokens, perhaps with a gap; the last three are then left out.
@@ -106,10 +170,9 @@ class FillInTheMiddle:
         >>> fim.rewritten(np.arange(9), key="0 0").tolist()
         [97, 0, 1, 98, 5, 99, 2, 3, 4]
         """
-        digest = hashlib.blake2b(f"fim {self.seed} {key}".encode(), digest_size=32).digest()
-        chance, order, *ends = struct.unpack("<4Q", digest)
+        chance, order, *ends = self._draws(key)
         kept = len(ids) - len(self.sentinels)
-        if kept < 1 or chance >= self.rate * _ONE:
+        if kept < 1 or chance >= self.rate * _ONE or self._is_excluded(ids):
             return ids
         first, last = sorted(end * (kept + 1) // _ONE for end in ends)
         before, after, middle = ([token] for token in self.sentinels)
@@ -119,6 +182,12 @@ class FillInTheMiddle:
         if order < self.spm_rate * _ONE:
             return np.concatenate([before, after, suffix, middle, prefix, gap])
         return np.concatenate([before, prefix, after, suffix, middle, gap])
+
+
+@cache
+def load_once(tokenizer: str) -> FastTokenizer | SlowTokenizer:
+    """A tokenizer, loaded once per process."""
+    return load_with_files(tokenizer)
 
 
 def _read_vocabulary(tokenizer: str) -> dict[str, int]:

@@ -30,6 +30,7 @@ def checkout(tmp_path):
         file.write_text(yaml.safe_dump({"ENV_VARS": {}, **content}))
 
     add("gpt/fits", MODEL_ARGS=SIZES, MODEL_ARGS_2={**SIZES, "--use-mup": True})
+    add("gpt/two_ranks", MODEL_ARGS=SIZES, MODEL_ENV_VARS={"MODEL_ARGS": {"GPUS_PER_NODE": 2}})
     add("gpt/too_large", MODEL_ARGS={**SIZES, "--tensor-model-parallel-size": 16})
     add("gpt/no_recipe", MODEL_ARGS={**SIZES, "--pipeline-model-parallel-size": 2})
     add("gpt/generates", MODE="inference", MODEL_ARGS=SIZES)
@@ -60,6 +61,7 @@ def test_sets_have_their_ranks_and_only_pretraining_is_counted(checkout):
         "t5/translates": "T5",
     }
     assert sets["gpt/fits"].ranks == (4, 8)
+    assert sets["gpt/two_ranks"].ranks == (2,)
     assert "/DATA_PATH/text" in sets["gpt/fits"].arguments
     assert sets["gpt/no_recipe"].ranks == ()
     assert not reasons_of(sets["gpt/fits"])
@@ -76,8 +78,8 @@ def test_values_become_words():
 
 def test_the_page_counts_sets_and_reasons(checkout, capsys):
     text = page(list(read_sets(checkout)), commit="abc")
-    assert re.search(r"^2 of 4 argument sets", text, re.MULTILINE)
-    assert "| `gpt` | 4 | 2 | 2 |" in text
+    assert re.search(r"^3 of 5 argument sets", text, re.MULTILINE)
+    assert "| `gpt` | 5 | 3 | 2 |" in text
     assert main([str(checkout)]) == 0
     assert capsys.readouterr().out.replace("unknown", "abc") == text + "\n"
 

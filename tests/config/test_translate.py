@@ -191,12 +191,12 @@ def test_a_value_that_is_never_so_is_one_mistake():
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--fp4-param-gather --fim-no-prefix x --moe-use-upcycling --lr fast")
+        loaded("--fp4-param-gather --skip-train --moe-use-upcycling --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
     for flag in (
         "--fp4-param-gather (",
-        "--fim-no-prefix x (",
+        "--skip-train (",
         "--moe-use-upcycling (",
     ):
         assert flag in text

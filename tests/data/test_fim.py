@@ -110,6 +110,95 @@ def test_validation_and_corpora_with_a_loss_mask_are_left_as_they_are(
     assert not any(PREFIX in sample.tokens for sample in samples(prefix, fim_rate=1.0))
 
 
+SPLIT = 96
+FRAGMENTS = replace(FIM, rate=0.7, split_token=SPLIT, fragment_rate=0.5)
+
+
+def chosen(fim: FillInTheMiddle, key: str, rate: float) -> bool:
+    return fim._draws(key)[0] < rate * 2**64
+
+
+def rewritten_by_hand(fim: FillInTheMiddle, ids: list[int], *, key: str, rate: float) -> list[int]:
+    """A fragment with a gap, by the draws of the key."""
+    kept = len(ids) - 3
+    if kept < 1 or not chosen(fim, key, rate):
+        return ids
+    _, order, *ends = fim._draws(key)
+    first, last = sorted(end * (kept + 1) // 2**64 for end in ends)
+    prefix, gap, suffix = ids[:first], ids[first:last], ids[last:kept]
+    if order < fim.spm_rate * 2**64:
+        return [PREFIX, SUFFIX, *suffix, MIDDLE, *prefix, *gap]
+    return [PREFIX, *prefix, SUFFIX, *suffix, MIDDLE, *gap]
+
+
+def fragments_by_hand(fim: FillInTheMiddle, ids: list[int], *, key: str) -> list[int]:
+    """Divide at the token, rewrite what is between, and join again."""
+    if SPLIT not in ids:
+        return rewritten_by_hand(fim, ids, key=key, rate=fim.rate)
+    if not chosen(fim, key, fim.rate):
+        return ids
+    texts = "".join(map(chr, ids)).split(chr(SPLIT))
+    fragments = [
+        rewritten_by_hand(fim, list(map(ord, text)), key=f"{key} {number}", rate=fim.fragment_rate)
+        for number, text in enumerate(texts)
+    ]
+    joined = fragments[0]
+    for fragment in fragments[1:]:
+        joined = [*joined, SPLIT, *fragment]
+    return joined
+
+
+def test_fragments_between_tokens_are_rewritten_in_their_place() -> None:
+    rng = np.random.default_rng(0)
+    changed = []
+    for number in range(300):
+        ids = rng.integers(1, 90, size=40)
+        ids[rng.random(40) < 0.1] = SPLIT
+        tokens = FRAGMENTS.rewritten_part(ids, key=str(number))
+        assert tokens.tolist() == fragments_by_hand(FRAGMENTS, ids.tolist(), key=str(number))
+        assert np.array_equal(tokens == SPLIT, ids == SPLIT)
+        changed.append(not np.array_equal(tokens, ids))
+    assert 0.3 < np.mean(changed) < 0.8
+
+
+def test_a_part_without_the_token_is_rewritten_as_a_whole() -> None:
+    ids = np.arange(20)
+    keys = [str(key) for key in range(50)]
+    parts = [FRAGMENTS.rewritten_part(ids, key=key).tolist() for key in keys]
+    assert parts == [FRAGMENTS.rewritten(ids, key=key).tolist() for key in keys]
+
+
+def test_what_begins_with_a_text_is_not_rewritten(tmp_path: Path) -> None:
+    ByteTokenizer().as_fast().save(tmp_path)
+    data = DataConfig(fim_rate=1.0, fim_no_prefix="#!/bin", fim_split_sample="10", **IDS)
+    fim = FillInTheMiddle.of(data, tokenizer=str(tmp_path), vocab_size=300, seed=0)
+    encode = ByteTokenizer().as_fast().encode
+    script = np.array(encode("#!/bin/sh, and what it runs"))
+    prose = np.array(encode("What #!/bin/sh is, and more"))
+    line = np.array(encode("\n"))
+    assert fim.split_token is not None
+    line[:] = fim.split_token
+    tokens = fim.rewritten_part(np.concatenate([script, line, prose]), key="0")
+    assert np.array_equal(tokens[: len(script)], script)
+    assert not np.array_equal(tokens[len(script) + 1 :], prose)
+    with pytest.raises(ConfigError, match="--fim-no-prefix '#!/bin' without a tokenizer"):
+        FillInTheMiddle.of(data, tokenizer=None, vocab_size=300, seed=0)
+
+
+def test_fragments_reach_the_samples(write_corpus: WriteCorpus) -> None:
+    documents = random_documents([40] * 20, vocab_size=97)
+    prefix = write_corpus(documents)
+    plain = samples(prefix, fim_rate=1.0)
+    split = samples(prefix, fim_rate=1.0, fim_split_sample=str(SPLIT), fim_fragment_rate=0.0)
+    has_split = [SPLIT in sample.tokens for sample in split]
+    assert any(has_split)
+    assert not all(has_split)
+    assert any(
+        not np.array_equal(one.tokens, other.tokens)
+        for one, other in zip(plain, split, strict=True)
+    )
+
+
 def test_sentinels_are_tokens_of_the_tokenizer_or_ids(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer().as_fast()
     tokenizer.backend.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])

@@ -71,6 +71,7 @@ RUN: Rules = (
     run.check_warmup,
     run.check_final_decay,
     run.check_validation_data,
+    run.check_fragments,
     run.check_split,
     run.check_profiled_steps,
     run.check_timeouts,

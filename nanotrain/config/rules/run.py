@@ -117,6 +117,17 @@ def check_validation_data(c: Settings) -> Errors:
         )
 
 
+def check_fragments(c: Settings) -> Errors:
+    """Fill-in-the-middle in fragments of a part."""
+    data = c.data
+    if data.fim_data and data.fim_split_sample is not None and data.fim_fragment_rate is None:
+        yield ConfigError(
+            f"fim_split_sample {data.fim_split_sample} without fim_fragment_rate",
+            why="it is the share of the fragments that are rewritten",
+            fix="set --fim-fragment-rate 0.5",
+        )
+
+
 def check_split(c: Settings) -> Errors:
     """Proportions of training, validation and test."""
     if not is_split(c.data.split):

@@ -128,8 +128,17 @@ def unused_splits(c: Settings) -> UnusedFields:
             "fim_prefix_token",
             "fim_suffix_token",
             "fim_middle_token",
+            "fim_split_sample",
+            "fim_no_prefix",
             by="fim_data",
             why="it belongs to fim_data",
+        )
+    if data.fim_split_sample is None:
+        yield unused(
+            "fim_fragment_rate",
+            by="fim_split_sample",
+            why="parts are not split into fragments",
+            fix="set --fim-split-sample",
         )
     if not data.train_data_path and not data.stages:
         yield unused(
