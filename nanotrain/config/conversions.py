@@ -66,6 +66,33 @@ def train_samples(config: Config, text: str) -> dict[str, Any]:
     return values
 
 
+def eval_global_batch_size(config: Config, text: str) -> dict[str, Any]:
+    """Batches of training's size with as many samples of validation.
+
+    Raises:
+        ConfigError: they are no whole number.
+    """
+    flag = "--eval-global-batch-size"
+    size = whole_number(flag, text)
+    schedule = batch_schedule(config)
+    batch_size = config.train.global_batch_size if schedule is None else schedule.final
+    if batch_size is None:
+        raise ConfigError(
+            f"{flag} {text} without --global-batch-size",
+            why="validation takes global batches of training's size",
+            fix="set --global-batch-size",
+        )
+    samples = size * config.train.eval_iters
+    num_batches, rest = divmod(samples, batch_size)
+    if rest:
+        raise ConfigError(
+            f"{flag} {text} with --eval-iters {config.train.eval_iters}",
+            why=f"{count_of(samples, 'sample')} are no whole global batches of {batch_size}",
+            fix="set --eval-iters to the number of global batches, and leave it out",
+        )
+    return {"eval_iters": num_batches}
+
+
 def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
     """Virtual stages per pipeline rank from the layers of one of them."""
     flag = "--num-layers-per-virtual-pipeline-stage"

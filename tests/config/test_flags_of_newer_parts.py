@@ -40,6 +40,10 @@ def test_validation_sets_that_have_names_keep_them():
     [
         (f"{SPLITS} code math --validation-set-names C", "has 1 name: --valid-data-path names 2"),
         ("--data-path web --multiple-validation-sets", "validation documents are one blend"),
+        (
+            "--micro-batch-size 1 --global-batch-size 8 --eval-iters 1 --eval-global-batch-size 4",
+            "4 samples are no whole global batches of 8",
+        ),
         ("--ckpt-format tar", "it takes torch or torch_dist or zarr"),
         (
             "--outer-dp-sharding-strategy optim_grads",
@@ -55,6 +59,21 @@ def test_validation_sets_that_have_names_keep_them():
 def test_what_has_no_counterpart_names_what_to_write(arguments, message):
     with pytest.raises(ConfigError, match=message):
         loaded(arguments)
+
+
+BATCHES = "--micro-batch-size 1 --global-batch-size 8 --eval-iters 6"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "eval_iters"),
+    [
+        (f"{BATCHES} --eval-global-batch-size 8 --eval-micro-batch-size 2", 6),
+        (f"{BATCHES} --eval-global-batch-size 4", 3),
+        ("--step-batch-size-schedule 0:4 1M:8 --eval-iters 6 --eval-global-batch-size 16", 12),
+    ],
+)
+def test_validation_takes_as_many_samples(arguments, eval_iters):
+    assert loaded(arguments).config.train.eval_iters == eval_iters
 
 
 def test_files_in_another_form_are_named_in_the_log():
