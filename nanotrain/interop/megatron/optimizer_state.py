@@ -21,7 +21,7 @@ from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
 from nanotrain.interop.megatron.folder import CommonState
 from nanotrain.interop.megatron.placement import Placement
 from nanotrain.spec.boxes import Box
-from nanotrain.untrusted import finite_number, plain_text, whole_number
+from nanotrain.untrusted import LARGEST, finite_number, plain_text, whole_number
 
 # beginnings of the keys of main parameters, by the optimizer that writes them: with fp32 model
 # parameters, no one does
@@ -220,21 +220,23 @@ def plain_number(value: Any, name: str) -> Any:
     return value.item()
 
 
-def number_of(value: Any, name: str) -> int:
-    """A whole number, which may be in a tensor or a float."""
+def number_of(value: Any, name: str, *, low: int = 0) -> int:
+    """A whole number of at least `low`, which may be in a tensor or a float."""
     value = plain_number(value, name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return whole_number(value, name)
+    return whole_number(value, name, low=low)
 
 
 def loss_scale_of(scaler: Any) -> dict[str, Any]:
     """The state of the loss scale from that of a gradient scaler."""
     if not isinstance(scaler, dict):
         raise ValueError("grad_scaler is no dictionary")
+    # every overflow lowers it, below zero too, until the scale grows
+    hysteresis = number_of(scaler.get("hysteresis_tracker", 1), "hysteresis_tracker", low=-LARGEST)
     return {
         "scale": finite_number(plain_number(scaler["scale"], "scale"), "scale", low=1e-30),
         "is_dynamic": "growth_tracker" in scaler,
         "clean_steps": number_of(scaler.get("growth_tracker", 0), "growth_tracker"),
-        "overflows_left": number_of(scaler.get("hysteresis_tracker", 1), "hysteresis_tracker"),
+        "overflows_left": hysteresis,
     }

@@ -23,7 +23,7 @@ from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.interop.megatron.export_state import StateOptions
 from nanotrain.interop.megatron.import_run import import_megatron
 from tests.harness import run_ranks
-from tests.interop.megatron.models import DEEPSEEK, GATED, HYBRID
+from tests.interop.megatron.models import DEEPSEEK, GATED, HYBRID, LLAMA
 from tests.interop.megatron.training import (
     CASES,
     ROWS,
@@ -70,7 +70,9 @@ LAYOUTS: dict[str, dict[str, Case]] = {
 # on pipeline stages) it leaves out their padding when it saves, so the state of the last one is shifted
 SHIFTED = ("gpt2", "pp2-distributed")
 # models of other kinds, which go out and come in again
-OTHERS = {"hybrid": HYBRID, "deepseek": DEEPSEEK, "gated": GATED}
+OTHERS = {"hybrid": HYBRID, "deepseek": DEEPSEEK, "gated": GATED, "fp16": LLAMA}
+# overflows of the first steps skip updates, and the loss scale counts them
+FP16 = ["--params-dtype", "fp16", "--initial-loss-scale", str(2**24)]
 PAIRS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 
 
@@ -110,7 +112,8 @@ def line(root: Path, name: str) -> list[str]:
     words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
     words += ["--eval-interval", "0", "--no-report", "--log-interval", "1"]
     words += ["--save-interval", str(SAVED), "--lr-decay-samples", "160"]
-    return [*words, "--lr-warmup-samples", "16", "--lr-warmup-iters", "0"]
+    words += ["--lr-warmup-samples", "16", "--lr-warmup-iters", "0"]
+    return words + FP16 if name == "fp16" else words
 
 
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
@@ -156,12 +159,16 @@ def test_out_and_in_again_is_the_identity(moved, tmp_path: Path, model: str) -> 
     """Of every tensor, counter and setting, in the last checkpoint of a run."""
     root, _ = moved
     ours = find_checkpoint(root / model)
-    text = export_megatron(ours, tmp_path / "megatron", dtype="bf16" if model == "bf16" else "fp32")
+    dtype = model if model in ("bf16", "fp16") else "fp32"
+    text = export_megatron(ours, tmp_path / "megatron", dtype=dtype)
+    before = read_manifest(ours)
+    updates = before.objects["optimizer"]["num_updates"]
+    assert (updates < STEPS) == (model == "fp16")
     assert text.splitlines()[1:] == [
-        f"optimizer: main parameters and moments after {STEPS} updates, {8 * STEPS} samples consumed"
+        f"optimizer: main parameters and moments after {updates} updates, 56 samples consumed"
     ]
     import_megatron(tmp_path / "megatron", tmp_path / "again")
-    before, after = read_manifest(ours), read_manifest(tmp_path / "again")
+    after = read_manifest(tmp_path / "again")
     assert after.step == before.step
     assert after.objects == {name: before.objects[name] for name in after.objects}
     assert after.tensors.keys() == before.tensors.keys()

@@ -42,6 +42,8 @@ def test_the_number_of_updates(optimizer: Any) -> None:
 def test_the_loss_scale() -> None:
     scale = counters_of({"optimizer": {}, "grad_scaler": SCALER}).loss_scale
     assert scale == {"scale": 4096.0, "is_dynamic": True, "clean_steps": 3, "overflows_left": 2}
+    below = counters_of({"grad_scaler": SCALER | {"hysteresis_tracker": -3}}).loss_scale
+    assert below is not None and below["overflows_left"] == -3
     assert counters_of({}).loss_scale is None
     assert counters_of({"optimizer": {}, "grad_scaler": {}}).loss_scale is None  # a constant one
     assert counters_of({}).num_updates == 9  # the step
