@@ -238,7 +238,7 @@ def read_chunks(
         CheckpointError: a chunk is damaged; the targets are then partly filled and must not be
             used.
     """
-    with file_threads() as start:
+    with file_threads(sum(map(len, reads.values()))) as start:
         for file, chunks in reads.items():
             with ShardFile(folder / file, headers=headers) as shard:
                 # Located before the first read, measured 10 % faster: each read empties the

@@ -214,7 +214,7 @@ def _faults_of_file(
         if present != size:
             yield f"{path.name} has {present} bytes, the manifest has {size}"
     try:
-        with ShardFile(path) as shard, file_threads() as start:
+        with ShardFile(path) as shard, file_threads(len(chunks)) as start:
             yield from filter(None, start(fault_of, *zip(*chunks, strict=True)))
     except CheckpointError as error:
         yield f"{error.what} ({error.why}); {len(chunks)} chunks are lost"

@@ -165,7 +165,7 @@ def _write_file(
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_at(handle, memoryview(header), offset=0)
-        with file_threads() as start:
+        with file_threads(len(writes)) as start:
             written = list(start(write_one, writes))
         os.fsync(handle)
     except OSError as error:  # a failed call on a descriptor names no file
@@ -176,14 +176,14 @@ def _write_file(
 
 
 @contextmanager
-def file_threads() -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `map` that calls on several threads, where this rank has several cores.
+def file_threads(num_calls: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A `map` that makes several calls on several threads, where this rank has several cores.
 
     Ranks that share a core are slower with threads: measured 30 % more processor time for the same
     reads.
     """
-    count = min(MAX_THREADS, cores_per_rank())
-    if count == 1:
+    count = min(MAX_THREADS, cores_per_rank(), num_calls)
+    if count <= 1:
         yield map
         return
     with ThreadPoolExecutor(count) as pool:

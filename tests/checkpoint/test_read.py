@@ -3,6 +3,7 @@ the bit.
 """
 
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nanotrain.checkpoint import commit, read, store
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
-from nanotrain.checkpoint.write import shard_name, write_shard
+from nanotrain.checkpoint.write import file_threads, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
@@ -253,3 +254,11 @@ def test_every_entry_of_a_header_is_that_of_the_manifest(
             shard._header[chunk.key] = entry | changed
         with pytest.raises(CheckpointError, match="is damaged"):
             shard.offset(chunk, "bf16")
+
+
+def test_threads_are_started_for_several_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanotrain.checkpoint.write.cores_per_rank", lambda: 4)
+    for num_calls, in_this_thread in ((1, True), (2, False)):
+        with file_threads(num_calls) as start:
+            threads = set(start(lambda _: threading.get_ident(), range(num_calls)))
+        assert (threads == {threading.get_ident()}) == in_this_thread
