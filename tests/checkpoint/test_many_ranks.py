@@ -89,8 +89,8 @@ def test_save_on_one_number_of_ranks_load_on_another_save_gives_the_same_global_
 ) -> None:
     folder = str(tmp_path / "checkpoints")
 
-    paths = run_ranks(first, save, folder, 1)
-    same = run_ranks(second, load_and_save, folder, 2)
+    paths = run_ranks(first, save, folder, 1, shares=True)
+    same = run_ranks(second, load_and_save, folder, 2, shares=True)
 
     assert len(set(paths)) == 1
     assert all(same)

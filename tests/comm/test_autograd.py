@@ -36,7 +36,7 @@ def slice_of(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return tensor.chunk(group.size, dim)[group.index]
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_copy_to_sums_the_gradients_and_reduce_from_the_inputs(ctx):
     group = ctx.group("tp")
     x, total = draw(group.index).requires_grad_(), sum(draw_all(group))
@@ -52,7 +52,7 @@ def test_copy_to_sums_the_gradients_and_reduce_from_the_inputs(ctx):
 
 
 @DIMS
-@ranks(4, tp=2)
+@ranks(4, tp=2, shares=True)
 def test_gather_along_gathers_and_its_backward_reduce_scatters(ctx, dim):
     group = ctx.group("tp")
     x = draw(group.index).requires_grad_()
@@ -64,7 +64,7 @@ def test_gather_along_gathers_and_its_backward_reduce_scatters(ctx, dim):
 
 
 @DIMS
-@ranks(4, tp=2)
+@ranks(4, tp=2, shares=True)
 def test_scatter_along_reduce_scatters_and_its_backward_gathers(ctx, dim):
     group = ctx.group("tp")
     x = draw(group.index).requires_grad_()
@@ -76,7 +76,7 @@ def test_scatter_along_reduce_scatters_and_its_backward_gathers(ctx, dim):
 
 
 @DIMS
-@ranks(4, tp=2)
+@ranks(4, tp=2, shares=True)
 def test_concat_along_is_the_inverse_of_split_along_and_so_are_the_backwards(ctx, dim):
     group = ctx.group("tp")
     x = draw(7).requires_grad_()
@@ -88,7 +88,7 @@ def test_concat_along_is_the_inverse_of_split_along_and_so_are_the_backwards(ctx
     assert torch.equal(grad, draw(8))
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_tensors_may_have_any_strides(ctx):
     group = ctx.group("tp")
     x, dense = draw(group.index).transpose(0, 1), draw(group.index).transpose(0, 1).contiguous()
@@ -100,7 +100,7 @@ def test_tensors_may_have_any_strides(ctx):
         )
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_inputs_and_gradients_are_not_overwritten(ctx):
     group = ctx.group("tp")
     x, upstream = draw(group.index).requires_grad_(), draw(group.index)
@@ -109,7 +109,7 @@ def test_inputs_and_gradients_are_not_overwritten(ctx):
     assert torch.equal(x, draw(group.index)) and torch.equal(upstream, draw(group.index))
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_a_size_that_does_not_divide_raises_before_anything_is_sent(ctx):
     group, x = ctx.group("tp"), torch.zeros(2, 6)
     for function in (scatter_along, split_along):
@@ -118,7 +118,7 @@ def test_a_size_that_does_not_divide_raises_before_anything_is_sent(ctx):
     assert ctx.traffic.bytes() == 0
 
 
-@ranks(4, tp=4)
+@ranks(4, tp=4, shares=True)
 def test_forward_and_backward_send_the_bytes_of_one_all_reduce(ctx):
     group, traffic = ctx.group("tp"), ctx.traffic
     full = draw(0)

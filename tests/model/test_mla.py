@@ -243,12 +243,12 @@ def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_shard_one_layer(tp: int, sequence_parallel: bool) -> None:
-    run_ranks(tp, every_shape_on_this_rank, sequence_parallel, "p2p", tp=tp)
+    run_ranks(tp, every_shape_on_this_rank, sequence_parallel, "p2p", tp=tp, shares=True)
 
 
 @pytest.mark.parametrize("comm_type", ["allgather", "p2p", "a2a"])
 def test_every_core_attends_with_heads_that_are_wider_than_their_values(comm_type: str) -> None:
-    run_ranks(4, every_shape_on_this_rank, True, comm_type, tp=2, cp=2)
+    run_ranks(4, every_shape_on_this_rank, True, comm_type, tp=2, cp=2, shares=True)
 
 
 # --- one rank

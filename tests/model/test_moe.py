@@ -84,7 +84,7 @@ def check_metrics(ctx, full, layer):
 @pytest.mark.parametrize(("num_ranks", "sizes"), LAYOUTS, ids=lambda value: str(value))
 def test_every_layout_equals_one_rank(num_ranks, sizes):
     sizes = dict(sizes)
-    run_ranks(num_ranks, one_part_of_every_model, sizes.pop("sp", False), **sizes)
+    run_ranks(num_ranks, one_part_of_every_model, sizes.pop("sp", False), **sizes, shares=True)
 
 
 def test_an_expert_without_tokens_gets_zero_gradient_and_the_others_do_not():

@@ -41,7 +41,7 @@ def failing(error: Exception):
     yield
 
 
-@ranks(3)
+@ranks(3, shares=True)
 def test_target_tokens_are_counted_over_microbatches_and_ranks(ctx):
     # Given ranks with 1 + 4, 2 + 4 and 3 + 4 targets,
     batch_iterator = together(ctx, iter([[microbatch(ctx.rank + 1), microbatch(4)]]))
@@ -56,14 +56,14 @@ def test_ranks_that_read_the_same_sample_count_it_once():
     assert batch_iterator.next().num_target_tokens == 3
 
 
-@ranks(3)
+@ranks(3, shares=True)
 def test_one_rank_that_wants_to_stop_stops_all(ctx):
     batch_iterator = together(ctx, iter([[microbatch(1)], [microbatch(1)]]))
     assert batch_iterator.next() is not None
     assert batch_iterator.next(wants_stop=ctx.rank == 2) is None
 
 
-@ranks(3)
+@ranks(3, shares=True)
 def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
     batch_iterator = together(ctx, iter([[microbatch(1)], [microbatch(1)]]))
     assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [
@@ -72,7 +72,7 @@ def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
     ]
 
 
-@ranks(3)
+@ranks(3, shares=True)
 def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
     for error in (
         DataError("sample 7", why="is broken", fix="mend it"),
@@ -93,7 +93,7 @@ def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
         )
 
 
-@ranks(2)
+@ranks(2, shares=True)
 def test_of_two_failures_all_ranks_raise_the_first(ctx):
     batch_iterator = together(ctx, failing(DataError(f"from rank {ctx.rank}")))
     with pytest.raises(DataError, match="from rank 0"):
@@ -127,7 +127,7 @@ class Source:
 AHEAD = BatchOptions(is_ahead=True)
 
 
-@ranks(2)
+@ranks(2, shares=True)
 def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
     source = Source(1 + ctx.rank)
     ahead = together(ctx, source, AHEAD)
