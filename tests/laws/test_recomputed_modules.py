@@ -15,6 +15,7 @@ from nanotrain.config.parallel import RecomputeModule
 from nanotrain.plan.traffic import attention
 from nanotrain.spec.kinds import MIXERS
 from tests.harness import run_ranks
+from tests.laws.more_layouts import with_mark
 from tests.plan.test_saved_bytes import (
     FULL,
     MODELS,
@@ -46,7 +47,6 @@ MODEL_OF = {
 # of dropped bytes: statistics of norms; rows of experts, which a plan counts as if evenly routed
 TOLERANCE, EXPERT_TOLERANCE = 0.02, 0.05
 TOTAL_TOLERANCE = 0.005
-COMM_TYPES = ("p2p", "allgather", "a2a")
 
 
 def modules_of(mixer: str) -> list[str]:
@@ -121,7 +121,7 @@ def test_pointwise_recomputation_sends_nothing_again() -> None:
         assert results["again"] == results["kept"] > 0
 
 
-@pytest.mark.parametrize("comm_type", COMM_TYPES)
+@pytest.mark.parametrize("comm_type", ["allgather", "a2a", *with_mark(["p2p"])])
 def test_recomputation_sends_over_cp_what_the_plan_sends(comm_type: str) -> None:
     cases: dict[str, Any] = {}
     for mixer in MIXERS:
