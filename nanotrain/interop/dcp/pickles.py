@@ -11,7 +11,7 @@ other name ends the read.
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,23 +96,24 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return value.attributes if isinstance(value, Record) else {}
 
 
-def load_archive(source: Path | bytes, *, shown: str) -> Any:
+def load_archive(source: Path | bytes, *, shown: str, is_mapped: bool = False) -> Any:
     """The content of a file of torch.save, on the CPU.
 
     Args:
         source: the file, or its bytes.
         shown: its name in errors.
+        is_mapped: map the tensors of a file into memory, so that only what is used is read.
 
     Raises:
         CheckpointError: it cannot be read, or names a class that is not known.
     """
     try:
-        content = read_file(source, most=MAX_ARCHIVE_BYTES) if isinstance(source, Path) else source
-        names = get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-        require_known(names, shown=shown)
-        classes: list[Any] = [(record_class(name), name) for name in names]
-        with safe_globals(classes):
-            value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if is_mapped and isinstance(source, Path):
+            with open_file(source, follows_links=True):
+                value = load_restricted(lambda: str(source), shown=shown, is_mapped=True)
+        else:
+            content = read_source(source)
+            value = load_restricted(lambda: io.BytesIO(content), shown=shown)
         require_shallow(value)
         return value
     except CheckpointError:
@@ -123,6 +124,28 @@ def load_archive(source: Path | bytes, *, shown: str) -> Any:
         raise unreadable_file(shown, "it is no archive that a restricted reader takes") from None
     except Exception as error:  # what a damaged archive makes torch raise has no common class
         raise unreadable_file(shown, f"{type(error).__name__}: {error}") from None
+
+
+def read_source(source: Path | bytes) -> bytes:
+    """The bytes of a file, or those that are given."""
+    if isinstance(source, Path):
+        return read_file(source, most=MAX_ARCHIVE_BYTES)
+    return source
+
+
+def load_restricted(archive: Callable[[], Any], *, shown: str, is_mapped: bool = False) -> Any:
+    """The content of an archive, whose classes become those of `Record`.
+
+    Args:
+        archive: returns the archive, from its beginning: a file, or the name of one to map.
+        shown: its name in errors.
+        is_mapped: map the tensors into memory.
+    """
+    names = get_unsafe_globals_in_checkpoint(archive())
+    require_known(names, shown=shown)
+    classes: list[Any] = [(record_class(name), name) for name in names]
+    with safe_globals(classes):
+        return torch.load(archive(), map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def require_shallow(value: Any) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[tuple[Box, Extent], ...]
+
+
+class TensorFolder(Protocol):
+    """The tensors and objects of a checkpoint, in whatever format."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, Extent]
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """One box of a tensor, in its data type."""
+        ...
+
+    def read_object(self, key: str) -> Any:
+        """One object."""
+        ...
 
 
 class TorchDistFolder:

@@ -224,7 +224,9 @@ def left_out(arguments: Mapping[str, Any]) -> list[str]:
     """One line that names the arguments that are not taken and have another value than usual."""
     names = []
     for name in sorted(arguments):
-        if is_known_place(name) or name.startswith(tuple(TABLE["unnamed_beginnings"])):
+        if name in TABLE["unnamed"] or name.startswith(tuple(TABLE["unnamed_beginnings"])):
+            continue
+        if name not in TABLE["defaults"] and is_known_place(name):
             continue
         if not is_usual(name, arguments[name]):
             names.append(plain_text(name))
@@ -242,7 +244,7 @@ def join(names: list[str]) -> str:
 
 def is_known_place(name: str) -> bool:
     """Whether an argument is taken or refused elsewhere, or a run sets it anew."""
-    tables = ("skipped", "renamed", "activations", "refused", "unnamed")
+    tables = ("skipped", "renamed", "activations", "refused")
     if any(name in TABLE[table] for table in tables):
         return True
     flag = flag_of(name)
@@ -257,16 +259,24 @@ def is_known_place(name: str) -> bool:
 
 def is_usual(name: str, value: Any) -> bool:
     """Whether an argument that is not taken asks for nothing, or has Megatron-LM's default."""
+    if value is False and default_of(name) is True:
+        return False
     if value is None or value is False or value in ([], "", 0):
         return True
     if name in ENTRIES:
-        entry = ENTRIES[name]
-        default = megatron_values().get(entry.key, entry.default)
-        return is_equal(entry, value, default=default)
+        return is_equal(ENTRIES[name], value, default=default_of(name))
     row = row_of(flag_of(name))
     text = plain_text(value)
     is_accepted = row is not None and row.kind == "not yet" and text in row.accepts
-    return is_accepted or text == plain_text(TABLE["defaults"].get(name))
+    return is_accepted or text == plain_text(default_of(name))
+
+
+def default_of(name: str) -> Any:
+    """Megatron-LM's default of an argument, if it is known."""
+    if name in ENTRIES:
+        entry = ENTRIES[name]
+        return megatron_values().get(entry.key, entry.default)
+    return TABLE["defaults"].get(name)
 
 
 def is_equal(entry: Entry, value: Any, *, default: Any) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp.tensors import TorchDistFolder
+from nanotrain.interop.dcp.tensors import TensorFolder
 from nanotrain.interop.megatron.names import EXPERTS, TABLES, Block, blocks, leaves
 from nanotrain.interop.megatron.placement import Location, Placement, is_expert
 from nanotrain.quantities import round_up
@@ -131,7 +131,7 @@ def size_of(arguments: Mapping[str, Any], name: str) -> int:
     return whole_number(arguments.get(name) or 1, name, low=1, high=1 << 20)
 
 
-def has_buckets(folder: TorchDistFolder) -> bool:
+def has_buckets(folder: TensorFolder) -> bool:
     """Whether a checkpoint has state in buckets."""
     return any(BUCKET.fullmatch(key) for key in folder.tensors)
 
@@ -149,7 +149,7 @@ class BucketState:
     """
 
     def __init__(
-        self, folder: TorchDistFolder, placement: Placement, *, arguments: Mapping[str, Any]
+        self, folder: TensorFolder, placement: Placement, *, arguments: Mapping[str, Any]
     ) -> None:
         self.folder = folder
         self._placement = placement
@@ -388,7 +388,7 @@ class Bucket:
     edges: frozenset[int]  # first elements of its chunks
 
 
-def find_buffers(folder: TorchDistFolder) -> dict[BufferId, list[Bucket]]:
+def find_buffers(folder: TensorFolder) -> dict[BufferId, list[Bucket]]:
     """The buckets of all buffers of a checkpoint, in order.
 
     Raises:

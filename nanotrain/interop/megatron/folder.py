@@ -3,6 +3,7 @@
     FOLDER/latest_checkpointed_iteration.txt    the step, or "release"
     FOLDER/iter_0000300/metadata.json           the names of the formats
     FOLDER/iter_0000300/common.pt               arguments, step, schedules, optimizer
+    FOLDER/iter_0000300/mp_rank_00/             of the format `torch`, in place of both; legacy.py
 
 `find_step_folder` takes FOLDER, for its newest step, or the folder of a step.
 """
@@ -30,6 +31,7 @@ from nanotrain.untrusted import (
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMATS = "metadata.json"
 COMMON = "common.pt"
+RANKS = "mp_rank_*"  # folders of model-parallel ranks in the format `torch`
 MAX_TEXT_BYTES = 1 << 16
 FIX = "name a folder of --save of Megatron-LM, or one iter_NNNNNNN of it"
 
@@ -49,7 +51,7 @@ def find_step_folder(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / FORMATS).is_file() or (path / COMMON).is_file():
+    if (path / FORMATS).is_file() or (path / COMMON).is_file() or any(path.glob(RANKS)):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -84,12 +86,6 @@ def require_torch_dist(folder: Path) -> None:
     """
     file = folder / FORMATS
     if not file.is_file():
-        if any(folder.glob("mp_rank_*")):
-            raise CheckpointError(
-                f"{folder} has the format of --ckpt-format torch",
-                why="its files mp_rank_* depend on the layout that wrote them",
-                fix="load it with Megatron-LM and save it with --ckpt-format torch_dist",
-            )
         raise CheckpointError(f"{folder} has no {FORMATS}", why="a save writes it last", fix=FIX)
     try:
         formats = object_of(parse_json(read_file(file, most=MAX_TEXT_BYTES)), "the file")
@@ -113,13 +109,22 @@ def read_common_state(folder: Path) -> CommonState:
     file = folder / COMMON
     state = load_archive(file, shown=str(file))
     try:
-        content = object_of(state, "it")
-        step = whole_number(content.get("iteration", 0), "iteration")
-        arguments = attributes_of(content.get("args"))
-        for name, value in arguments.items():
-            text_of(name, "the name of an argument")
-            if isinstance(value, Tensor):
-                raise ValueError(f"the argument {shown(name)} is a tensor")
+        return common_state_of(state)
     except ValueError as error:
         raise unreadable_file(str(file), str(error)) from None
+
+
+def common_state_of(state: Any) -> CommonState:
+    """The common state in the content of a file.
+
+    Raises:
+        ValueError: it has none.
+    """
+    content = object_of(state, "it")
+    step = whole_number(content.get("iteration", 0), "iteration")
+    arguments = attributes_of(content.get("args"))
+    for name, value in arguments.items():
+        text_of(name, "the name of an argument")
+        if isinstance(value, Tensor):
+            raise ValueError(f"the argument {shown(name)} is a tensor")
     return CommonState(arguments, step, content)

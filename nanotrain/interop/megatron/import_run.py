@@ -21,7 +21,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp.tensors import TorchDistFolder
+from nanotrain.interop.dcp.tensors import TensorFolder, TorchDistFolder
 from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments, literal_text
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
@@ -30,6 +30,7 @@ from nanotrain.interop.megatron.folder import (
     read_common_state,
     require_torch_dist,
 )
+from nanotrain.interop.megatron.legacy import LegacyFolder, is_legacy
 from nanotrain.interop.megatron.main_params import require_main_of_weights
 from nanotrain.interop.megatron.optimizer_state import (
     MOMENTS,
@@ -122,9 +123,7 @@ def import_megatron(path: Path, output: Path, *, optim: bool = True) -> str:
 def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
     """Open a checkpoint of Megatron-LM and find the place of everything in it; errors as above."""
     folder = find_step_folder(path)
-    require_torch_dist(folder)
-    common = read_common_state(folder)
-    tensors = TorchDistFolder(folder)
+    tensors, common = open_folder(folder)
     imported = config_of_arguments(common.arguments, num_rows=embedding_rows(tensors))
     placement = Placement(imported.config.model, tensors)
     state = None
@@ -138,6 +137,16 @@ def open_megatron(path: Path, *, optim: bool = True) -> MegatronCheckpoint:
         config = with_schedule(imported.config, counters.scheduler)
         imported = ImportedConfig(config, imported.notes)
     return MegatronCheckpoint(folder, common, imported, placement, state, counters)
+
+
+def open_folder(folder: Path) -> tuple[TensorFolder, CommonState]:
+    """The tensors of a step and its common state, in either format."""
+    if is_legacy(folder):
+        legacy = LegacyFolder(folder)
+        return legacy, legacy.common
+    require_torch_dist(folder)
+    common = read_common_state(folder)
+    return TorchDistFolder(folder), common
 
 
 def require_adam(config: Config) -> None:

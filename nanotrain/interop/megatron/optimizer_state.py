@@ -5,7 +5,8 @@
     read_counters   updates, loss scale and position of the schedules
 
 Main parameters and moments have the keys of the weights behind optimizer.state.NAME., for the
-optimizers without sharding and for the distributed one with --dist-ckpt-optim-fully-reshardable.
+optimizers without sharding and for the distributed one with --dist-ckpt-optim-fully-reshardable; in
+earlier versions the shards of the distributed one are flattened, `flattened.py`.
 Otherwise the distributed optimizer stores its buckets, `buckets.py`.
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp.tensors import TorchDistFolder
+from nanotrain.interop.dcp.tensors import TensorFolder
 from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
+from nanotrain.interop.megatron.flattened import is_flattened, read_flattened
 from nanotrain.interop.megatron.folder import CommonState
 from nanotrain.interop.megatron.placement import Placement
 from nanotrain.spec.boxes import Box
@@ -34,7 +36,7 @@ CHAINED = 16  # optimizers in a chain: of dense weights and of experts, per mode
 class KeyedState:
     """State with the keys of the weights behind a beginning."""
 
-    folder: TorchDistFolder
+    folder: TensorFolder
     # the beginning of a key by the key of the weight, by kind of state; main parameters that are
     # the weights themselves have none
     beginnings: Mapping[str, Mapping[str, str]]
@@ -47,7 +49,11 @@ class KeyedState:
             box: the box.
             kind: param, exp_avg or exp_avg_sq.
         """
-        return self.folder.read(self.beginnings[kind].get(key, "") + key, box)
+        state_key = self.beginnings[kind].get(key, "") + key
+        weight = self.folder.tensors[key].shape
+        if self.folder.tensors[state_key].shape != weight:
+            return read_flattened(self.folder, state_key, box=box, weight=weight)
+        return self.folder.read(state_key, box)
 
 
 State = KeyedState | BucketState
@@ -64,7 +70,7 @@ class Counters:
 
 
 def find_state(
-    folder: TorchDistFolder, placement: Placement, *, arguments: Mapping[str, Any]
+    folder: TensorFolder, placement: Placement, *, arguments: Mapping[str, Any]
 ) -> State | None:
     """Where the state of all weights is; None for a checkpoint without one.
 
@@ -99,8 +105,8 @@ def find_state(
     return KeyedState(folder, beginnings)
 
 
-def require_shape_of(folder: TorchDistFolder, key: str, *, other: str) -> None:
-    """Check that a state has the shape of its weight.
+def require_shape_of(folder: TensorFolder, key: str, *, other: str) -> None:
+    """Check that a state has the shape of its weight, or that of its flattened shards.
 
     Args:
         folder: the checkpoint.
@@ -112,7 +118,7 @@ def require_shape_of(folder: TorchDistFolder, key: str, *, other: str) -> None:
     """
     expected = folder.tensors[key].shape
     found = folder.tensors[other].shape
-    if found != expected:
+    if found != expected and not is_flattened(found, expected):
         raise CheckpointError(
             f"{plain_text(other)} in {folder.folder} has the shape {found}",
             why=f"its weight has {expected}",
@@ -120,7 +126,7 @@ def require_shape_of(folder: TorchDistFolder, key: str, *, other: str) -> None:
         )
 
 
-def refuse_other_forms(folder: TorchDistFolder) -> None:
+def refuse_other_forms(folder: TensorFolder) -> None:
     """Check that a checkpoint has no state in a form that is not read.
 
     Raises:
@@ -136,7 +142,7 @@ def refuse_other_forms(folder: TorchDistFolder) -> None:
             )
 
 
-def _find_beginning(folder: TorchDistFolder, key: str, *, beginnings: Sequence[str]) -> str | None:
+def _find_beginning(folder: TensorFolder, key: str, *, beginnings: Sequence[str]) -> str | None:
     """The beginning with which a key of the checkpoint ends in another key."""
     for beginning in beginnings:
         if beginning + key in folder.tensors:
@@ -148,7 +154,7 @@ def _find_beginning(folder: TorchDistFolder, key: str, *, beginnings: Sequence[s
     return None
 
 
-def read_counters(folder: TorchDistFolder, common: CommonState) -> Counters:
+def read_counters(folder: TensorFolder, common: CommonState) -> Counters:
     """Counters and settings of the optimizer.
 
     Raises:

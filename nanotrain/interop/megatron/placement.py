@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
-from nanotrain.interop.dcp.tensors import TorchDistFolder
+from nanotrain.interop.dcp.tensors import TensorFolder
 from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron.names import (
     EXPERT_BIAS,
@@ -75,7 +75,7 @@ class Placement:
             the model lacks.
     """
 
-    def __init__(self, model_config: ModelConfig, folder: TorchDistFolder) -> None:
+    def __init__(self, model_config: ModelConfig, folder: TensorFolder) -> None:
         self.folder = folder
         self.sizes = checkpoint_shapes(model_config)
         self.shape = ModelShape.of(model_config)
@@ -263,7 +263,7 @@ def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def embedding_rows(folder: TorchDistFolder) -> int:
+def embedding_rows(folder: TensorFolder) -> int:
     """The rows of the word embedding, padding included.
 
     Raises:
@@ -280,7 +280,7 @@ def embedding_rows(folder: TorchDistFolder) -> int:
     return shape[0]
 
 
-def find_prefix(folder: TorchDistFolder) -> str:
+def find_prefix(folder: TensorFolder) -> str:
     """What the keys of weights have in front, as "module." of a model that was not unwrapped.
 
     Raises:

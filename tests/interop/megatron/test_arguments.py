@@ -127,6 +127,15 @@ def test_what_is_left_out_is_named() -> None:
     ]
 
 
+def test_what_is_off_against_a_default_is_named() -> None:
+    kernels = {"masked_softmax_fusion": False, "bias_dropout_fusion": False}
+    assert notes_of(**kernels, check_for_nan_in_loss_and_grad=True) == []
+    assert notes_of(**kernels, check_for_nan_in_loss_and_grad=False, fim_data=False) == [
+        "left out 1 argument with other values than Megatron-LM's defaults: "
+        "check_for_nan_in_loss_and_grad"
+    ]
+
+
 def test_defaults_and_layouts_are_not_named() -> None:
     usual = {"sample_rate": 1.0, "mask_prob": 0.15, "fim_rate": 0.5, "rl_default_top_k": -1}
     layout = {

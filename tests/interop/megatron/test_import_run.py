@@ -111,6 +111,26 @@ def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
         torch.testing.assert_close(saved[key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_legacy_files])
+def test_files_of_ranks_have_the_same_state(moved, name: str) -> None:
+    """--ckpt-format torch: a file per model-parallel rank, of the same step, is the same to the
+    bit.
+    """
+    root, _ = moved
+    import_megatron(root / f"{name}-legacy", root / f"{name}-legacy" / "imported")
+    folders = [root / name / "imported", root / f"{name}-legacy" / "imported"]
+    manifests = [read_manifest(folder) for folder in folders]
+    assert manifests[0].objects == manifests[1].objects
+    assert manifests[0].config == manifests[1].config
+    expected, found = (
+        dict(read_global_tensors(folder, list(manifest.tensors)))
+        for folder, manifest in zip(folders, manifests, strict=True)
+    )
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_bf16])
 def test_bf16_weights_have_their_main_parameters(moved, name: str) -> None:
     root, theirs = moved

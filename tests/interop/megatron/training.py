@@ -8,12 +8,14 @@ local ones. Samples are the tokens of `tokens()` in order, two per microbatch.
 """
 
 import contextlib
+import random
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import gelu, silu
 
@@ -68,6 +70,13 @@ class Case:
     bucket_size: int | None = None
     is_bf16: bool = False
     is_like_te: bool = False  # parameters in the order in which transformer-engine makes them
+
+    @property
+    def has_legacy_files(self) -> bool:
+        """Whether it is saved with --ckpt-format torch too; the order of its parameters there is
+        that of the modules.
+        """
+        return self.form in (None, "dp_reshardable") and not self.is_like_te
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,6 +161,8 @@ def arguments_of(case: Case, *, samples: int) -> Namespace:
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
+        "overlap_grad_reduce": case.bucket_size is not None,
+        "ddp_bucket_size": case.bucket_size,
         "transformer_impl": "local",
         "consumed_train_samples": samples,
         "data_path": None,
@@ -336,6 +347,36 @@ class Training:
         target.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(target), content_metadata=content)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+        if self.case.has_legacy_files:
+            self.save_legacy(folder.with_name(f"{folder.name}-legacy"), step)
+
+    def save_legacy(self, folder: Path, step: int) -> None:
+        """Save with --ckpt-format torch: a file per model-parallel rank."""
+        from megatron.core import parallel_state as ps
+
+        numbers = [f"{ps.get_tensor_model_parallel_rank():02d}"]
+        if self.case.pp > 1:
+            numbers.append(f"{ps.get_pipeline_model_parallel_rank():03d}")
+        if self.case.ep > 1:
+            numbers.append(f"{ps.get_expert_model_parallel_rank():03d}")
+        target = folder / f"iter_{step:07d}" / f"mp_rank_{'_'.join(numbers)}"
+        target.mkdir(parents=True, exist_ok=True)
+        if self.case.form is not None:
+            self.optimizer.save_parameter_state(str(target / "distrib_optim.pt"))
+        if ps.get_expert_data_parallel_rank():
+            return
+        state = {
+            "args": arguments_of(self.case, samples=step * GLOBAL_BATCH),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "optimizer": self.optimizer.state_dict(),
+            "opt_param_scheduler": self.schedule.state_dict(),
+            "rng_state": [{"random_rng_state": random.getstate(), "np": np.random.get_state()}],
+        }
+        for name, bare in self.bare_models.items():
+            state[name] = bare.state_dict_for_save_checkpoint()
+        torch.save(state, target / "model_optim_rng.pt")
         (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
     def close(self) -> None:
