@@ -1,6 +1,7 @@
 """Conversions of Megatron-LM's flags: exact values of fields, or an error."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,12 @@ def test_grouped_queries_without_a_number_share_one_head():
 @pytest.mark.parametrize("folder", ["runs/a", "runs/a/checkpoints"])
 def test_the_step_of_a_checkpoint_is_a_folder_of_the_run_to_load(folder):
     assert ckpt_step(config_of(load=folder), "400") == {"load": "runs/a/checkpoints/step-00000400"}
+
+
+def test_a_step_of_megatron_lm_has_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
+    config = config_of(load=str(tmp_path))
+    assert ckpt_step(config, "400") == {"load": str(tmp_path / "iter_0000400")}
 
 
 def test_the_step_of_a_checkpoint_needs_a_run_to_load():

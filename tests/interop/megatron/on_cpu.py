@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import queue
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def patch_for_cpu() -> None:
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     patch_core_attention()
+    patch_grouped_gemm()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
     filesystem_async._process_memory = lambda: 0
     # it is filled by this process; the server of megatron-core's own queue would outlive the rank
@@ -93,6 +95,18 @@ def patch_core_attention() -> None:
         return output.permute(2, 0, 1, 3).flatten(2)
 
     DotProductAttention.__init__, DotProductAttention.forward = build_latent, compute_latent
+
+
+def patch_grouped_gemm() -> None:
+    """Products of the experts of GroupedMLP, one after another; it needs a package for a GPU."""
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    def grouped_product(rows: Any, weights: Any, counts: Any, trans_b: bool = False) -> Any:
+        parts = rows.split(counts.tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    grouped_gemm_util.ops = SimpleNamespace(gmm=grouped_product)
 
 
 def numbers_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -46,6 +46,7 @@ TWO_RANKS = {
     "mla": ["pp", "dp"],
     "deepseek": ["tp", "pp"],
     "te_moe": ["ep", "tp"],
+    "grouped_mlp": [],
     "bf16": [],
     "bf16_buckets": ["tp"],
 }

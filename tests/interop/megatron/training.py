@@ -76,7 +76,9 @@ class Case:
         """Whether it is saved with --ckpt-format torch too; the order of its parameters there is
         that of the modules.
         """
-        return self.form in (None, "dp_reshardable") and not self.is_like_te
+        is_transposed = self.is_bf16 and "moe_grouped_gemm" in self.config  # GroupedMLP
+        is_ordered = not self.is_like_te
+        return self.form in (None, "dp_reshardable") and is_ordered and not is_transposed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,6 +125,12 @@ CASES = {
         ep=2,
         form="dp_reshardable",
         is_like_te=True,
+    ),
+    "grouped_mlp": Case(
+        config=LLAMA | SWIGLU | MOE | {"moe_grouped_gemm": True},
+        arguments=LLAMA_ARGUMENTS | MOE_ARGUMENTS | {"moe_grouped_gemm": True, "bf16": True},
+        ep=2,
+        is_bf16=True,
     ),
     "bf16": Case(tp=2, is_bf16=True),
     "bf16_buckets": Case(form="dp_reshardable", is_bf16=True),
