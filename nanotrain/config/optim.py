@@ -67,6 +67,9 @@ class OptimConfig:
     apply_wd_to_qk_layernorm: bool = option(False)
     """weight decay applies to the norms of qk_layernorm too (Qwen3-Next)"""
 
+    apply_wd_to_all_params: bool = option(False)
+    """weight decay applies to biases and 1-D parameters too (one group of torch.optim.AdamW)"""
+
     weight_decay_incr_style: WeightDecayStyle = option("constant")
     """how weight decay grows over the run: constant (weight_decay), linear or cosine (from
     start_weight_decay to end_weight_decay)

@@ -462,6 +462,7 @@ def _plan_stages(
         sizes["tp"],
         config.parallel.sequence_parallel,
         config.optim.apply_wd_to_qk_layernorm,
+        config.optim.apply_wd_to_all_params,
     )
     specs = stage_specs(config.parallel, shape)
     for index in config.parallel.stages_of(coords["pp"]):

@@ -38,6 +38,7 @@ class Declaration:
     # replicated parameters are applied to a sequence shard per tp rank
     sequence_parallel: bool = False
     decays_qk_norm: bool = False  # weight decay applies to the norms of queries and keys
+    decays_vectors: bool = False  # weight decay applies to biases, norms and other vectors
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
@@ -64,11 +65,13 @@ class Declaration:
         return replace(self.weight(*shape, std=std), in_fp8=True)
 
     def vector(self, name: str, *shape: int, value: float = 0.0) -> ParamSpec:
-        """A vector, or one per expert, with a constant initial value, not decayed."""
-        return ParamSpec(name, shape, dtype=self.dtype, init=Constant(value), weight_decay=False)
+        """A vector, or one per expert, with a constant initial value, decayed if all are."""
+        init = Constant(value)
+        decays = self.decays_vectors
+        return ParamSpec(name, shape, dtype=self.dtype, init=init, weight_decay=decays)
 
     def head_vector(self, name: str, size: int, *, init: Normal | Uniform | Constant) -> ParamSpec:
-        """A vector that tp shards by heads, not decayed."""
+        """A vector that tp shards by heads, decayed if all are."""
         return replace(self.vector(name, size), init=init, shards=COLUMN_SHARDS)
 
     def bias(self, *shape: int, exists: bool) -> Specs:

@@ -92,7 +92,8 @@ def head_norms(declare: Declaration, **size_of_norm: int) -> Specs:
         if shape.has_wide_qk_norm:
             wide = summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
             specs += grouped("norms", nest(name, wide))
-    return tuple(replace(spec, weight_decay=declare.decays_qk_norm) for spec in specs)
+    decays = declare.decays_qk_norm or declare.decays_vectors
+    return tuple(replace(spec, weight_decay=decays) for spec in specs)
 
 
 def mla(declare: Declaration) -> Specs:

@@ -65,6 +65,15 @@ def test_the_gate_has_the_heads_of_the_queries() -> None:
     )
 
 
+def test_weight_decay_applies_to_all_parameters_where_it_is_asked_for() -> None:
+    model = replace(PLAIN, qk_layernorm=True, normalization="LayerNorm", add_bias_linear=True)
+    for decays in (False, True):
+        declare = Declaration(ModelShape.of(model), "fp32", decays_vectors=decays)
+        specs = MIXERS["attention"].declare(declare)
+        assert {spec.weight_decay for spec in specs if len(spec.shape) == 1} == {decays}
+        assert all(spec.weight_decay for spec in specs if len(spec.shape) > 1)
+
+
 @pytest.mark.parametrize("across_heads", [False, True])
 def test_weight_decay_applies_to_the_norms_of_queries_and_keys_where_it_is_asked_for(
     across_heads: bool,
