@@ -45,6 +45,7 @@ NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _NAME = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<ending>.*))?")  # name of a folder
 # files of a folder of Megatron-LM, and of a step in it
 MEGATRON_FILES = ("latest_checkpointed_iteration.txt", "common.pt")
+DCP_FILES = (".metadata", "step-*/.metadata")  # patterns
 LEFTOVER = ("tmp", "deleted", "was replaced")
 # as `to_json` writes it; JSON text has no line break in a value
 _RECORDS = re.compile(rb',\s*"tensors": \{\n')
@@ -279,7 +280,10 @@ def named_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         why = "it is a file" if path.is_file() else "there is no such folder"
         raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=NAMES)
-    if path.name.startswith("step-") or (path / MANIFEST).exists():
+    if (path / MANIFEST).exists():
+        return path
+    if path.name.startswith("step-"):
+        refuse_dcp(path)
         return path
     for folder in (path / "checkpoints", path):
         if entries := step_entries(folder):
@@ -296,6 +300,7 @@ def named_checkpoint(path: Path) -> Path:
             why="it has no manifest",
             fix=f"nanotrain checkpoint import-megatron {path} FOLDER, then --load FOLDER",
         )
+    refuse_dcp(path)
     raise CheckpointError(
         f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES
     )
@@ -313,6 +318,20 @@ def is_megatron(path: Path) -> bool:
 def has_megatron_files(path: Path) -> bool:
     """Whether a folder has the files of a checkpoint of Megatron-LM."""
     return any((path / name).is_file() for name in MEGATRON_FILES) or any(path.glob("mp_rank_*"))
+
+
+def refuse_dcp(path: Path) -> None:
+    """Check that a folder without manifest is none of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: it is; the error names the command that imports it.
+    """
+    if any(next(path.glob(pattern), None) for pattern in DCP_FILES):
+        raise CheckpointError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint",
+            why="it has no manifest",
+            fix=f"nanotrain checkpoint import-dcp {path} FOLDER, then --load FOLDER",
+        )
 
 
 def _fault_of(path: Path) -> CheckpointError | None:

@@ -1,6 +1,6 @@
 """`nanotrain checkpoint COMMAND ...`: one function per command.
 
-inspect | verify | diff | average | prune | import-hf | import-megatron | export-hf |
+inspect | verify | diff | average | prune | import-hf | import-dcp | import-megatron | export-hf |
 export-dcp | export-megatron | publish
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from nanotrain.cli.addresses import read_name, read_path, show, written_path
 from nanotrain.cli.export_megatron import export_megatron
+from nanotrain.cli.import_dcp import import_dcp
 from nanotrain.cli.import_megatron import import_megatron
 from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.cli.publish_checkpoint import publish_checkpoint
@@ -183,6 +184,7 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {
     "average": average,
     "prune": prune,
     "import-hf": import_hf,
+    "import-dcp": import_dcp,
     "import-megatron": import_megatron,
     "export-hf": export_hf,
     "export-dcp": export_dcp,

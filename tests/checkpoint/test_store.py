@@ -365,8 +365,20 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "common.pt"])
-def test_a_checkpoint_of_megatron_lm_is_named_with_its_import(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("latest_checkpointed_iteration.txt", "of Megatron-LM.*checkpoint import-megatron"),
+        ("common.pt", "of Megatron-LM.*checkpoint import-megatron"),
+        (".metadata", "of torch.distributed.checkpoint.*checkpoint import-dcp"),
+        ("step-100/.metadata", "of torch.distributed.checkpoint.*checkpoint import-dcp"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_named_with_its_import(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
-    with pytest.raises(CheckpointError, match="of Megatron-LM.*checkpoint import-megatron"):
-        store.find_manifest(tmp_path)
+    for folder in {tmp_path, (tmp_path / name).parent}:
+        with pytest.raises(CheckpointError, match=message):
+            store.find_manifest(folder)

@@ -234,6 +234,22 @@ def _check_shapes(
     folder: Path, expected: Mapping[str, Shape], *, present: Mapping[str, Shape]
 ) -> None:
     """Check that the files have the tensors of the model, in their shapes."""
+    complaints = describe_differences(expected, present)
+    if complaints:
+        raise HuggingFaceError(
+            f"the weights in {folder} are not those its config.json describes",
+            why="; ".join(complaints),
+            fix="use a folder whose config.json and weights were saved together",
+        )
+
+
+def describe_differences(expected: Mapping[str, Shape], present: Mapping[str, Shape]) -> list[str]:
+    """What tensors differ in from those of a model: missing, unknown and mis-shaped ones.
+
+    Args:
+        expected: shapes of the model's tensors by name.
+        present: shapes of the tensors that are there.
+    """
     missing = sorted(expected.keys() - present.keys())
     unknown = sorted(present.keys() - expected.keys())
     wrong = [
@@ -244,19 +260,14 @@ def _check_shapes(
         texts = [f"{name} {list(expected[name])}" for name in missing]
         complaints.append(f"missing: {_list_some(texts)}")
     if unknown:
-        texts = [f"{name} {list(present[name])}" for name in unknown]
+        texts = [f"{plain_text(name)} {list(present[name])}" for name in unknown]
         complaints.append(f"unknown: {_list_some(texts)}")
     if wrong:
         texts = []
         for name in wrong:
             texts.append(f"{name} is {list(present[name])} and should be {list(expected[name])}")
         complaints.append(f"mis-shaped: {_list_some(texts)}")
-    if complaints:
-        raise HuggingFaceError(
-            f"the weights in {folder} are not those its config.json describes",
-            why="; ".join(complaints),
-            fix="use a folder whose config.json and weights were saved together",
-        )
+    return complaints
 
 
 def _check_constants(files: WeightFiles, constants: Mapping[str, Constant]) -> None:

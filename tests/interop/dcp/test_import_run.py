@@ -1,0 +1,100 @@
+"""Runs of torchtitan and of programs with FSDP2 move in: their next five steps here are their own.
+
+Loss, gradient norm, weights and moments are compared within 1e-6 in fp32, on one rank and in two
+layouts that the programs did not have.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanotrain.checkpoint.read import read_global_tensors
+from nanotrain.checkpoint.store import read_manifest
+from nanotrain.config.flags import parse
+from nanotrain.interop.dcp.import_run import import_dcp
+from tests.harness import run_ranks
+from tests.interop.dcp.programs import CASES, SAVED, STEPS, tokens, train_cases
+from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
+from tests.laws.megatron_file import write_tokens
+
+TOLERANCE = 1e-6
+LAYOUTS = {
+    "one": "",
+    "tp": "--tensor-model-parallel-size 2",
+    "pp": "--pipeline-model-parallel-size 2",
+    "dp": "--data-parallel-sharding-strategy optim_grads_params",
+    "ep": "--expert-model-parallel-size 2",
+}
+# the layouts of two ranks in which a case goes on; all go on with one rank
+TWO_RANKS = {
+    "titan_llama": ["tp", "pp"],
+    "titan_new_llama": ["tp", "dp"],
+    "titan_qwen3": ["tp", "dp"],
+    "titan_deepseek": ["ep", "pp"],
+    "fsdp_tied_llama": ["tp", "dp"],
+    "app_qwen3": ["pp", "dp"],
+    "deepseek": ["ep", "tp"],
+}
+
+
+def import_case(root: Path, name: str, step: int) -> Path:
+    """Import one save of a case."""
+    folder = root / name / f"imported-{step}"
+    import_dcp(
+        root / name / f"step-{step}",
+        folder,
+        line=parse(CASES[name].flags.split()),
+        model_folder=root / name if CASES[name].has_config else None,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of all cases, imported and trained on, and the programs' losses and norms."""
+    root = tmp_path_factory.mktemp("moved")
+    names = list(CASES)
+    theirs = {}
+    for num_ranks in (1, 2):
+        own = [name for name in names if CASES[name].num_ranks == num_ranks]
+        theirs |= run_ranks(num_ranks, train_cases, root, own, threads=False)[0]
+    write_tokens(root / "tokens", tokens().numpy().astype(np.uint16), document_length=2000)
+    for name in names:
+        import_case(root, name, SAVED)
+        import_case(root, name, STEPS)
+    run_ranks(1, run_command_lines, *(line(root, name, "one") for name in names))
+    both = [line(root, name, layout) for name in names for layout in TWO_RANKS[name]]
+    run_ranks(2, run_command_lines, *both)
+    return root, theirs
+
+
+def line(root: Path, name: str, layout: str) -> list[str]:
+    """The command line with which an imported run goes on."""
+    imported = root / name / f"imported-{SAVED}"
+    words = [f"+config={imported / 'config.yaml'}", "--load", str(imported)]
+    words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
+    words += ["--run-dir", str(root / name / layout), "--train-iters", str(STEPS)]
+    words += ["--eval-interval", "0", "--no-report", "--log-interval", "1", "--allow-data-changes"]
+    return [*words, *LAYOUTS[layout].split()]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name in CASES for layout in ("one", *TWO_RANKS[name])]
+)
+def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
+    root, theirs = moved
+    steps = steps_of(root / name / layout)
+    assert [step["step"] for step in steps] == list(range(SAVED + 1, STEPS + 1))
+    for step in steps:
+        loss, norm = theirs[name][step["step"] - 1]
+        assert step["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        assert step["grad_norm"] == pytest.approx(norm, rel=3 * TOLERANCE)
+    end = root / name / f"imported-{STEPS}"
+    expected = dict(read_global_tensors(end, list(read_manifest(end).tensors)))
+    saved = saved_tensors(root / name / layout)
+    assert saved.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(saved[key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
