@@ -6,6 +6,7 @@ torchtitan and programs with FSDP2 save with torch.distributed.checkpoint; so do
 result is an ordinary checkpoint, which any layout loads. One chunk is in memory at a time.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from nanotrain.interop.dcp.optimizer import (
     read_counters,
     require_adam,
 )
-from nanotrain.interop.dcp.own import is_own, read_own
+from nanotrain.interop.dcp.own import DTYPES, is_own, read_own
 from nanotrain.interop.dcp.stored import StoredRun, find_step_folder
 from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.hf.import_weights import describe_differences
@@ -132,7 +133,8 @@ def import_dcp(
     write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest)
     write_text(output / CONFIG_FILE, to_yaml(opened.config))
     tensors = count_of(len(opened.mappings), "tensor")
-    lines = [f"{output}: {tensors} in fp32, from {folder.folder}"]
+    dtypes = describe_dtypes(opened)
+    lines = [f"{output}: {tensors} in fp32, from {folder.folder} (tensors there: {dtypes})"]
     return "\n".join([*lines, *describe(opened)])
 
 
@@ -149,7 +151,7 @@ def open_run(
     notes = list(model.notes)
     if optim and run.states:
         state = find_state(run, model)
-        settings = adam_settings(run, given=model.given)
+        settings = adam_settings(run, config=config, given=model.given)
         config = with_values(config, settings.values)
         counters = read_counters(
             run,
@@ -235,6 +237,20 @@ def objects_of(config: Config, counters: Counters) -> dict[str, Any]:
             },
         },
     }
+
+
+def describe_dtypes(opened: ImportedRun) -> str:
+    """The numbers of weights and moments by data type, the most frequent first."""
+    run = opened.run
+    keys = list(run.weights.values())
+    if opened.state:
+        for moment in MOMENTS:
+            keys += run.states[moment].values()
+    counts = Counter(run.folder.tensors[key].dtype for key in keys)
+    texts = []
+    for dtype, count in counts.most_common():
+        texts.append(f"{count} in {DTYPES.get(dtype, str(dtype))}")
+    return ", ".join(texts)
 
 
 def describe(opened: ImportedRun) -> list[str]:

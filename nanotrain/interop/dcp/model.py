@@ -10,9 +10,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from nanotrain.checkpoint.plan import CHUNK_BYTES
 from nanotrain.config.command_line import CommandLine
 from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded, add_value, compose_values, load_line
@@ -33,7 +35,7 @@ from nanotrain.interop.hf.families import (
 from nanotrain.interop.hf.names import Naming, mtp_copies
 from nanotrain.spec.boxes import Box
 
-ROWS_COMPARED = 4096  # rows of embedding and head that are compared at a time
+UNTIED = "model.untie_embeddings_and_output_weights"
 GUESSED_FAMILY = "deepseek_v3"  # its names contain those of Llama and Qwen3
 # settings of the model that no shape shows
 UNSEEN = ("rotary_base", "use_rope_scaling", "norm_epsilon", "max_position_embeddings")
@@ -125,36 +127,44 @@ def model_keys(keys: Collection[str]) -> frozenset[str]:
 
 def load_with_guesses(run: StoredRun, line: CommandLine, *, notes: list[str]) -> Loaded:
     """The settings of the user, completed by what the shapes of the tensors show."""
-    errors = ErrorCollector()
-    composed = compose_values(line, errors=errors)
-    origins = composed.origins(line)
-    given = {}
-    for key, value in composed.values.items():
-        if key in KEYS and origins[key] != "default":
-            given[key] = convert(KEYS[key], value)
+    given = given_values(line)
     modules = Modules(run.weight_shapes, guessed_namings(run))
     guesses = guess_model(modules, given)
-    guesses["model.untie_embeddings_and_output_weights"] = other_head(run) is not None
+    if UNTIED not in given:
+        guesses[UNTIED] = other_head(run) is not None
+    if "model.vocab_size" in given:
+        del guesses["model.make_vocab_size_divisible_by"]
     guessed = []
     for key, value in guesses.items():
-        if key in given or value == KEYS[key].default:
-            continue
-        if key == "model.make_vocab_size_divisible_by" and "model.vocab_size" in given:
-            continue
-        add_value(line, KEYS[key].name, value=value)
-        guessed.append(f"{KEYS[key].name} {typed(value)}")
+        if key not in given and value != KEYS[key].default:
+            add_value(line, KEYS[key].name, value=value)
+            guessed.append(f"{KEYS[key].name} {typed(value)}")
     loaded = load_line(line, to_train=False)
     if guessed:
         notes.append(f"guessed from the shapes of tensors: {', '.join(guessed)}")
     unseen = []
     for name in UNSEEN:
         if f"model.{name}" not in given:
-            unseen.append(
-                f"{KEYS[f'model.{name}'].flag} {typed(value_of(loaded.config.model, name))}"
-            )
+            value = typed(value_of(loaded.config.model, name))
+            unseen.append(f"{KEYS[f'model.{name}'].flag} {value}")
     if unseen:
         notes.append(f"in no tensor, so the defaults are taken: {', '.join(unseen)}")
     return loaded
+
+
+def given_values(line: CommandLine) -> dict[str, Any]:
+    """The values that a command line and its recipe set, by key.
+
+    Raises:
+        ConfigError: one of another type.
+    """
+    composed = compose_values(line, errors=ErrorCollector())
+    origins = composed.origins(line)
+    given = {}
+    for key, value in composed.values.items():
+        if key in KEYS and origins[key] != "default":
+            given[key] = convert(KEYS[key], value)
+    return given
 
 
 def guessed_namings(run: StoredRun) -> Sequence[Naming]:
@@ -206,8 +216,9 @@ def is_other_head(run: StoredRun, head: str) -> bool:
     shape = shapes[head]
     if shapes[run.embedding] != shape or len(shape) != 2:
         return True
-    for first in range(0, shape[0], ROWS_COMPARED):
-        rows = Box((first, 0), (min(first + ROWS_COMPARED, shape[0]), shape[1]))
+    num_rows = max(1, CHUNK_BYTES // (4 * shape[1]))  # compared at a time
+    for first in range(0, shape[0], num_rows):
+        rows = Box((first, 0), (min(first + num_rows, shape[0]), shape[1]))
         values = [run.folder.read(run.weights[name], rows) for name in (run.embedding, head)]
         if not torch.equal(*values):
             return True

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nanotrain.config.config import Config
+from nanotrain.config.schema import KEYS, typed, value_of
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.stored import StoredRun
 from nanotrain.quantities import count_of
@@ -70,12 +72,13 @@ def require_adam(run: StoredRun) -> None:
         )
 
 
-def adam_settings(run: StoredRun, *, given: Collection[str]) -> Settings:
+def adam_settings(run: StoredRun, *, config: Config, given: Collection[str]) -> Settings:
     """The settings of AdamW by key, without those that are given.
 
     Args:
         run: the checkpoint.
-        given: keys that the user sets.
+        config: the configuration so far.
+        given: keys that the user sets in it.
 
     Raises:
         CheckpointError: they are damaged, or of another optimizer.
@@ -85,13 +88,24 @@ def adam_settings(run: StoredRun, *, given: Collection[str]) -> Settings:
     if not groups:
         return Settings({}, ["settings of the optimizer: none are stored; set --lr and the others"])
     try:
-        return settings_of(groups, run, given=given)
+        settings = settings_of(groups, run, given=given)
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"the settings of the optimizer in {run.folder.folder} cannot be read",
             why=str(error),
             fix=WEIGHTS_ALONE,
         ) from None
+    values = {}
+    for key, value in settings.values.items():
+        mine = value_of(config, key)
+        if key not in given:
+            values[key] = value
+        elif mine != value:
+            flag = KEYS[key].flag
+            settings.notes.append(
+                f"{flag} {typed(mine)} is taken; the checkpoint has {typed(value)}"
+            )
+    return Settings(values, settings.notes)
 
 
 def settings_of(
@@ -118,7 +132,7 @@ def settings_of(
     else:
         values |= {"optim.lr": lr, "optim.min_lr": lr, "optim.lr_decay_style": "constant"}
         notes += lr_notes(groups, lr)
-    return Settings({key: value for key, value in values.items() if key not in given}, notes)
+    return Settings(values, notes)
 
 
 def lr_notes(groups: Mapping[str, Mapping[str, Any]], lr: float) -> list[str]:

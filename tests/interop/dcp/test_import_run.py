@@ -4,6 +4,7 @@ Loss, gradient norm, weights and moments are compared within 1e-6 in fp32, on on
 layouts that the programs did not have.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,31 @@ import numpy as np
 import pytest
 import torch
 
+from nanotrain.checkpoint import write
+from nanotrain.checkpoint.plan import split_box
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.config.flags import parse
 from nanotrain.interop.dcp.import_run import import_dcp
+from nanotrain.interop.dcp.tensors import TorchDistFolder
+from nanotrain.spec.boxes import Box
 from tests.harness import run_ranks
-from tests.interop.dcp.programs import CASES, SAVED, STEPS, tokens, train_cases
+from tests.interop.dcp.opened import save_state, state_of
+from tests.interop.dcp.programs import (
+    CASES,
+    HEADS,
+    HIDDEN,
+    SAVED,
+    STEPS,
+    VOCAB_SIZE,
+    tokens,
+    train_cases,
+)
 from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
 from tests.laws.megatron_file import write_tokens
 
 TOLERANCE = 1e-6
+CHUNK_BYTES = 512
 LAYOUTS = {
     "one": "",
     "tp": "--tensor-model-parallel-size 2",
@@ -98,3 +114,37 @@ def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
     assert saved.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(saved[key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+
+
+def test_no_read_is_much_larger_than_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of queries and keys change places within a head, so a read may have a head more."""
+    save_state(tmp_path / "dcp", state_of("titan_llama"))
+    read, sizes = TorchDistFolder.read, []
+
+    def counted(folder: TorchDistFolder, key: str, box: Box) -> torch.Tensor:
+        values = read(folder, key, box)
+        sizes.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(TorchDistFolder, "read", counted)
+    monkeypatch.setattr(write, "split_box", partial(split_box, limit=CHUNK_BYTES))
+    flags = f"{CASES['titan_llama'].flags} --untie-embeddings-and-output-weights"
+    import_dcp(tmp_path / "dcp", tmp_path / "ours", line=parse(flags.split()))
+    head_bytes = 4 * HIDDEN * HIDDEN // HEADS
+    assert max(sizes) <= CHUNK_BYTES + head_bytes < 4 * VOCAB_SIZE * HIDDEN
+
+
+def test_weights_in_bf16_are_said(tmp_path: Path) -> None:
+    state = {}
+    for name, value in state_of("titan_llama").items():
+        is_weight = isinstance(value, torch.Tensor) and value.ndim > 0
+        state[name] = value.bfloat16() if is_weight and "optimizer" not in name else value
+    save_state(tmp_path / "dcp", state)
+    line = parse(CASES["titan_llama"].flags.split())
+    text = import_dcp(tmp_path / "dcp", tmp_path / "ours", line=line)
+    assert "21 tensors in fp32" in text and "(tensors there: 42 in fp32, 21 in bf16)" in text
+    name = "model/final_norm.weight"
+    ((_, value),) = read_global_tensors(tmp_path / "ours", [name])
+    assert torch.equal(value, state["norm.weight"].float())

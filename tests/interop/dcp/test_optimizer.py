@@ -33,6 +33,9 @@ def test_settings_of_the_optimizer(tmp_path: Path) -> None:
         f"{HEADS_FLAG} --lr 1e-3 --lr-decay-style cosine",
     )
     assert "the learning rate of the next step was 0.01; the given schedule is taken" in text
+    flags = f"{HEADS_FLAG} --adam-beta2 0.999"
+    text = lines_of(tmp_path / "other", state_of("titan_llama"), flags)
+    assert "--adam-beta2 0.999 is taken; the checkpoint has 0.95" in text
 
 
 def test_counters(tmp_path: Path) -> None:
