@@ -133,7 +133,7 @@ class AttentionNeed:
             "softcap": model_config.attn_logit_softcapping is not None,
             "dropout": model_config.attention_dropout > 0,
             "all-gather cp": cp_comm_type == "allgather",
-            "ring cp": cp_comm_type == "p2p",
+            "ring cp": cp_comm_type in ("p2p", "a2a+p2p"),
         }
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
         head_dims = (model_config.head_dim, model_config.value_head_dim)

@@ -45,6 +45,7 @@ SETTINGS = {
     "parallel.pipeline_model_parallel_size",
     "parallel.context_parallel_size",
     "parallel.cp_comm_type",
+    "parallel.hierarchical_context_parallel_sizes",
     "parallel.pipeline_model_parallel_layout",
     "parallel.decoder_first_pipeline_num_layers",
     "parallel.decoder_last_pipeline_num_layers",

@@ -1,6 +1,8 @@
 """The sections of the parallel layout and of activation memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from nanotrain.config.option import above, at_least, option
@@ -21,6 +23,24 @@ RecomputeMethod = Literal["uniform", "block"]
 V_SCHEDULES = {"zb-v", "dualpipev"}
 # schedules that compute weight gradients after the backward of the input
 DEFERRING_SCHEDULES = {"zb-h1", *V_SCHEDULES}
+
+
+def all_to_all_ranks(comm_type: str | None, cp: int, *, sizes: Sequence[int] = ()) -> int:
+    """Context-parallel ranks that exchange heads for tokens.
+
+    Args:
+        comm_type: value of --cp-comm-type; None without context parallelism.
+        cp: context-parallel ranks.
+        sizes: value of --hierarchical-context-parallel-sizes.
+
+    >>> all_to_all_ranks("a2a", 8), all_to_all_ranks("p2p", 8), all_to_all_ranks("a2a+p2p", 8)
+    (8, 1, 2)
+    """
+    if comm_type == "a2a":
+        return cp
+    if comm_type == "a2a+p2p":
+        return sizes[0] if sizes else gcd(cp, 2)
+    return 1
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,14 @@ class ParallelConfig:
     """
 
     cp_comm_type: str = option("p2p")
-    """attention over a split sequence, such as p2p (ring attention), a2a (Ulysses) or allgather"""
+    """attention over a split sequence, such as p2p (ring attention), a2a (Ulysses), a2a+p2p (both,
+    on two levels) or allgather
+    """
+
+    hierarchical_context_parallel_sizes: list[int] = option([], check=at_least(1))
+    """cp_comm_type a2a+p2p: ranks of an all-to-all, and of a ring; their product is
+    context_parallel_size; unset: 2 and the rest
+    """
 
     use_tp_pp_dp_mapping: bool = option(False)
     """rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp"""
@@ -184,6 +211,12 @@ class ParallelConfig:
         None, check=above(0, at_most=31_536_000)
     )
     """timeout of collectives after the first step; unset: distributed_timeout_minutes"""
+
+    @property
+    def all_to_all_ranks(self) -> int:
+        """Context-parallel ranks that exchange heads for tokens; 1 where none do."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return all_to_all_ranks(self.cp_comm_type, self.context_parallel_size, sizes=sizes)
 
     @property
     def counted_ends(self) -> tuple[int, int]:

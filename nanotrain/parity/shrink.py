@@ -405,8 +405,7 @@ def _least_size(config: Config, names: Iterable[str]) -> int:
     if "num_experts" in names and moe is not None:
         return max(8, 2 * moe.router_topk, 2 * parallel.expert_model_parallel_size)
     unit = parallel.tensor_model_parallel_size
-    if parallel.cp_comm_type == "a2a":
-        unit *= parallel.context_parallel_size
+    unit *= parallel.all_to_all_ranks
     return 2 * unit
 
 

@@ -157,13 +157,13 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     with_backward = set(_layers_with_backward(plan))
     for layer in _layers(plan):
         unsent = 0
-        if sizes.cp_comm_type == "a2a" and not is_full:
+        if sizes.all_to_all_ranks > 1 and not is_full:
             # a core attention that runs again alone, not in a layer, ends at its last saved tensor:
             # the output is not sent
             shape = plan.shape.for_layer(layer)
             heads = shape.num_heads // sizes.tp
             output = sizes.tokens * heads * shape.value_head_dim * sizes.itemsize
-            unsent = reduced_bytes(output, sizes.cp)
+            unsent = reduced_bytes(output, sizes.all_to_all_ranks)
         for operator in block_operators(sizes, layer):
             is_again = is_full or operator.module == "core_attn"
             for sent in operator.over_cp:
@@ -171,7 +171,8 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
                 if layer in with_backward:
                     num_bytes += sent.backward
                 if is_again:
-                    num_bytes += num_again[layer] * max(0, sent.forward - unsent)
+                    not_again = unsent if sent.operation == "all_to_all" else 0
+                    num_bytes += num_again[layer] * max(0, sent.forward - not_again)
                 yield ("cp", sent.operation), plan.num_microbatches * num_bytes
 
 

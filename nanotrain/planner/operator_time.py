@@ -258,10 +258,10 @@ class OperatorTimes(RankClock):
     def attention(self, operator: Attention) -> Parts:
         """Scaled dot-product attention."""
         cp = self.sizes.cp
-        splits_heads = self.sizes.cp_comm_type == "a2a"  # instead of the sequence
-        heads = max(1, operator.heads // cp) if splits_heads else operator.heads
-        kv_heads = max(1, operator.kv_heads // cp) if splits_heads else operator.kv_heads
-        share = 1 if splits_heads else 1 / cp  # every rank has its part of the pairs
+        ranks = self.sizes.all_to_all_ranks  # they split heads instead of the sequence
+        heads = max(1, operator.heads // ranks)
+        kv_heads = max(1, operator.kv_heads // ranks)
+        share = ranks / cp  # every rank has its part of the pairs
         forward = backward = flops = 0.0
         for count, length in operator.chunks:
             call = AttentionShape(

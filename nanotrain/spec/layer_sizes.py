@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from nanotrain.config.config import Config
+from nanotrain.config.parallel import all_to_all_ranks
 from nanotrain.spec.operators import NORM_MODULES, Product, Saved
 from nanotrain.spec.shape import ModelShape
 
@@ -34,6 +35,7 @@ class LayerSizes:
     etp: int = 1
     cp_index: int = 0  # rank in the cp group
     cp_comm_type: str | None = None  # None without context parallelism
+    cp_sizes: tuple[int, ...] = ()  # ranks of an all-to-all and of a ring, with a2a+p2p
     sequence_parallel: bool = False
     device: str = "cuda"
     backend: str = ""  # attention backend of layers without a window
@@ -70,9 +72,15 @@ class LayerSizes:
             ep=sizes["ep"],
             etp=sizes["etp"],
             cp_comm_type=cp_comm_type,
+            cp_sizes=tuple(config.parallel.hierarchical_context_parallel_sizes),
             sequence_parallel=sequence_parallel,
             has_fp8=config.precision.fp8 is not None,
         )
+
+    @property
+    def all_to_all_ranks(self) -> int:
+        """Context-parallel ranks that exchange heads for tokens."""
+        return all_to_all_ranks(self.cp_comm_type, self.cp, sizes=self.cp_sizes)
 
     @classmethod
     def for_model(cls, shape: ModelShape, *, seq_length: int) -> Self:

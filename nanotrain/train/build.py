@@ -249,7 +249,10 @@ def _model_parallel(
     fp8 = _fp8_options(plan, context)
     attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
     core_attention = build_core_attention(
-        parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()
+        parallel.cp_comm_type,
+        context.group("cp"),
+        kernels=attention.kernels(),
+        num_inside=parallel.all_to_all_ranks,
     )
     return ModelParallel(
         tp=_tensor_parallel(plan, context, wgrad_queue=wgrad_queue, fp8=fp8),

@@ -20,6 +20,8 @@ LAYOUTS: list[Row] = [
     ("plain", 2, {"strategy": "optim_grads", "cp": 2}, {}),
     ("plain", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}),
     ("plain", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
+    ("plain", 4, {"strategy": "optim", "cp": 4}, {"cp_comm_type": "a2a+p2p"}),
+    ("window, sinks", 4, {"strategy": "optim_grads", "cp": 4}, {"cp_comm_type": "a2a+p2p"}),
     ("plain", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, {}),
     ("window, sinks", 4, {"strategy": "optim", "tp": 2, "cp": 2}, {"sequence_parallel": True}),
 ]

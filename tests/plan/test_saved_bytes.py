@@ -323,3 +323,14 @@ def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
             after - before for before, after in zip(without_mtp, with_mtp, strict=True)
         )
         assert planned == pytest.approx(counted, rel=TOLERANCE), dtype
+
+
+def test_two_levels_over_cp_keep_what_is_planned():
+    parallel = {"cp": 4, "cp_comm_type": "a2a+p2p"}
+    configs = {
+        name: replace(config_of(f"{SIZES} {MODELS[name]}"), parallel=parallel_config(**parallel))
+        for name in ("gpt2", "qwen3")
+    }
+    for result in run_ranks(4, measured, kept_and_planned, configs, **parallel):
+        for counted, planned in result.values():
+            assert planned == counted

@@ -5,10 +5,11 @@ experts and etp the width of each. `stages.py` has the layers of pipeline stages
 recomputation, offloading and fp8.
 """
 
-from math import lcm
+from math import lcm, prod
 
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schedules import length_schedule
+from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, round_up
 
@@ -176,13 +177,15 @@ def shorter_lengths(c: Settings) -> list[int]:
 def check_attention_over_cp(c: Settings) -> Errors:
     """Attention over context-parallel ranks."""
     comm_type = c.parallel.cp_comm_type
-    ranks = c.tp * c.cp
+    inside = c.parallel.all_to_all_ranks
+    ranks = c.tp * inside
+    yield from check_cp_sizes(c)
     for name, num_heads in query_heads(c).items():
-        if comm_type == "a2a" and num_heads % ranks != 0:
+        if comm_type in ("a2a", "a2a+p2p") and num_heads % ranks != 0:
             flag = "--" + name.replace("_", "-")
             yield ConfigError(
-                f"{count_of(num_heads, 'attention head')} cannot be shared by cp={c.cp} ranks",
-                why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide {name}",
+                f"{count_of(num_heads, 'attention head')} cannot be shared by cp={inside} ranks",
+                why=f"cp_comm_type {comm_type} needs tp*cp = {ranks} to divide {name}",
                 fix=f"set --cp-comm-type p2p or {flag} {round_up(num_heads, ranks)}",
             )
     sparse = c.model.sparse_attention_type
@@ -191,6 +194,17 @@ def check_attention_over_cp(c: Settings) -> Errors:
             f"sparse_attention_type {sparse} with cp_comm_type {comm_type} over cp={c.cp} ranks",
             why="an indexer compares a query with every earlier token before attention can begin",
             fix="set --cp-comm-type allgather",
+        )
+
+
+def check_cp_sizes(c: Settings) -> Errors:
+    """The two levels of context parallelism."""
+    sizes = c.parallel.hierarchical_context_parallel_sizes
+    if c.parallel.cp_comm_type == "a2a+p2p" and sizes and (len(sizes) != 2 or prod(sizes) != c.cp):
+        yield ConfigError(
+            f"hierarchical_context_parallel_sizes {typed(sizes)} with cp={c.cp} ranks",
+            why="it has the ranks of an all-to-all and of a ring, whose product is cp",
+            fix="leave --hierarchical-context-parallel-sizes out, or set two such numbers",
         )
 
 

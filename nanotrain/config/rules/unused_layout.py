@@ -53,9 +53,16 @@ def unused_axes(c: Settings) -> UnusedFields:
             fix="set --sequence-parallel",
             is_harmless=True,
         )
+    if c.cp > 1 and c.parallel.cp_comm_type != "a2a+p2p":
+        yield unused(
+            "hierarchical_context_parallel_sizes",
+            by="cp_comm_type",
+            why="it belongs to cp_comm_type a2a+p2p",
+        )
     if c.cp == 1:
         yield unused(
             "cp_comm_type",
+            "hierarchical_context_parallel_sizes",
             by="context_parallel_size",
             why="with context_parallel_size 1 no sequence is split",
             fix="set --context-parallel-size above 1",

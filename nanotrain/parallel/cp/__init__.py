@@ -4,15 +4,13 @@
     all_gather.py         all-gather of keys and values
     ring.py               ring attention
     ulysses.py            all-to-all from sequence-sharded to head-sharded tensors
+    two_level.py          all-to-all inside of consecutive ranks, a ring across
     selected.py           attention to the keys that an indexer selects
     linear_attention.py   linear attention: states passed between ranks, or Ulysses
     chunks.py             chunks in the order of the sequence, for layers that read tokens in order
 
-CORE_ATTENTIONS        the only list of core attentions, by their value of --cp-comm-type
-build_core_attention   the core attention of a group
-
-Projections, RoPE and masks of the model are in `nanotrain.model`; which tokens a batch holds is
-`nanotrain.data`.
+CORE_ATTENTIONS is the only list of core attentions, by their value of --cp-comm-type.
+Projections, RoPE and masks are in `nanotrain.model`, tokens of a batch in `nanotrain.data`.
 """
 
 from collections.abc import Callable
@@ -23,32 +21,39 @@ from nanotrain.comm.group import Group
 from nanotrain.config.schema import check_choice
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
 from nanotrain.parallel.cp.ring import RingAttention
+from nanotrain.parallel.cp.two_level import TWO_LEVEL, TwoLevelAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
 CORE_ATTENTIONS: dict[str, Callable[[Group, LayerKernels], CoreAttention]] = {
     "allgather": AllGatherAttention,
     "p2p": RingAttention,
     "a2a": UlyssesAttention,
+    TWO_LEVEL: TwoLevelAttention,
 }
 
 
 def build_core_attention(
-    comm_type: str, group: Group, *, kernels: LayerKernels | None = None
+    comm_type: str,
+    group: Group,
+    *,
+    kernels: LayerKernels | None = None,
+    num_inside: int | None = None,
 ) -> CoreAttention:
     """Build the core attention of a cp group.
 
     Args:
-        comm_type: key of CORE_ATTENTIONS; a group of one rank needs none of them.
+        comm_type: key of CORE_ATTENTIONS, unless the group has one rank.
         group: the cp group.
         kernels: kernels of the layers; None for SDPA and tiles.
+        num_inside: ranks of an all-to-all of a2a+p2p; None for the default.
 
     Raises:
         ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
     """
     check_choice("cp_comm_type", comm_type, known=CORE_ATTENTIONS)
-    if kernels is None:
-        kernels = LayerKernels()
+    kernels = kernels or LayerKernels()
     if group.size == 1:
         return SDPAttention(kernels)
-    build = CORE_ATTENTIONS[comm_type]
-    return build(group, kernels)
+    if comm_type == TWO_LEVEL:
+        return TwoLevelAttention(group, kernels, num_inside=num_inside)
+    return CORE_ATTENTIONS[comm_type](group, kernels)

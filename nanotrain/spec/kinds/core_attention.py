@@ -110,7 +110,7 @@ def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     # all-to-all keeps copies of all three, and an all-gather those of keys and values
     projected = (*core, "mla_up_proj")
     rotated = query_key_modules(s.shape)
-    query_dropped_by = core if s.cp_comm_type == "a2a" else (*projected, *rotated)
+    query_dropped_by = core if s.all_to_all_ranks > 1 else (*projected, *rotated)
     value_dropped_by = projected if _is_local(s) else core
     key_dropped_by: tuple[str, ...] = value_dropped_by
     if _is_local(s) and not widths.is_repeated:
@@ -134,7 +134,7 @@ def _is_padded(s: LayerSizes) -> bool:
 
 def _is_local(s: LayerSizes) -> bool:
     """Whether a rank keeps the keys and values of its own tokens, as they were projected."""
-    return s.cp_comm_type in (None, "p2p")
+    return s.cp_comm_type in (None, "p2p", "a2a+p2p") and s.all_to_all_ranks == 1
 
 
 def _output_dim(s: LayerSizes) -> int:
@@ -142,7 +142,7 @@ def _output_dim(s: LayerSizes) -> int:
     shape = s.shape
     output_dim = shape.head_dim if _is_padded(s) else shape.value_head_dim
     is_sliced = _is_padded(s) and not shape.has_output_gate  # a gate reads the slice itself
-    if is_sliced or s.cp_comm_type in ("allgather", "a2a"):
+    if is_sliced or s.cp_comm_type in ("allgather", "a2a", "a2a+p2p"):
         output_dim += shape.value_head_dim  # sliced, joined or sent for the next layer
     return output_dim
 
@@ -196,11 +196,28 @@ def key_values_over_cp(s: LayerSizes, *, heads: int, groups: int) -> tuple[Sent,
     if s.cp_comm_type == "allgather":
         return all_gather_sent(key_values)
     if s.cp_comm_type == "p2p":
-        # in a ring gradients take one step more, in fp32
-        grads = key_values + s.cp * local * max(FP32, s.itemsize)
-        return (Sent("p2p", key_values, grads),)
-    if s.cp_comm_type == "a2a":
-        # key/value heads are repeated until cp divides them
-        elements = head * (heads + lcm(groups, s.cp))
-        return all_to_all_sent(elements * s.itemsize * (s.cp - 1) // s.cp)
-    return ()
+        return _ring_sent(s, local, size=s.cp)
+    inside = s.all_to_all_ranks
+    if inside == 1 and s.cp_comm_type != "a2a+p2p":
+        return ()
+    # key/value heads are repeated until the ranks divide them
+    repeated = lcm(groups, inside)
+    elements = head * (heads + repeated)
+    heads_sent = all_to_all_sent(elements * s.itemsize * (inside - 1) // inside)
+    return heads_sent + _ring_sent(s, head * repeated, size=s.cp // inside)
+
+
+def _ring_sent(s: LayerSizes, elements: int, *, size: int) -> tuple[Sent, ...]:
+    """Keys and values around a ring, and their gradients.
+
+    Args:
+        s: sizes of the layer.
+        elements: elements of the keys and values of a rank.
+        size: ranks of the ring.
+    """
+    if size == 1:
+        return ()
+    key_values = (size - 1) * elements * s.itemsize
+    # gradients take one step more, in fp32
+    grads = key_values + size * elements * max(FP32, s.itemsize)
+    return (Sent("p2p", key_values, grads),)

@@ -59,7 +59,7 @@ def test_a_group_of_one_rank_gets_sdpa(comm_type):
 
 def test_an_unknown_name_is_refused_with_the_closest_one():
     with pytest.raises(
-        ConfigError, match="names are allgather, p2p, a2a; write --cp-comm-type allgather"
+        ConfigError, match="names are allgather, p2p, a2a, a2a.p2p; write --cp-comm-type allgather"
     ):
         build_core_attention("all_gather", Group.single_rank("cp"))
 
