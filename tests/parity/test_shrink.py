@@ -311,6 +311,7 @@ OF_RUNS = (
     ),
     *(
         "train.check_weight_hash",
+        "train.rerun_mode",
         "train.manual_gc",
         "train.profile",
         "train.trackers",
