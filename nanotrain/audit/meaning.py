@@ -23,6 +23,7 @@ from nanotrain.config.schema import ENTRIES, convert, with_values
 from nanotrain.config.translate import is_same
 from nanotrain.errors import ConfigError, ErrorCollector, NanotrainError
 from nanotrain.interop.megatron.arguments import config_of_arguments
+from nanotrain.plan.plan import check_names
 from nanotrain.planner.hardware import GPU
 from nanotrain.planner.limits import require_runnable
 from nanotrain.planner.prediction import Prediction, predict
@@ -288,6 +289,7 @@ def figures_of(meaning: Meaning, ranks: int | None, *, gpu: GPU) -> Figures:
     with errors:
         validate_for_world(config, ranks)
     with errors:
+        check_names(config)
         require_runnable(config, gpu)
     meaning.refuse(errors)
     predictions = []

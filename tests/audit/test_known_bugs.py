@@ -210,7 +210,8 @@ def test_a_row_names_a_test_and_an_issue(bug):
     assert bug.effect and bug.here
     assert not bug.fixed or bug.first < bug.fixed
     page = " ".join((ROOT / "docs" / "audit.md").read_text().split())
-    assert f"`{bug.id}`" in page
+    assert f"`{bug.id}`" in page and bug.effect in page and bug.held_by in page
+    assert f"| {bug.versions} | {str(bug.conditions).replace('|', ' or ')}" in page
 
 
 def test_a_script_is_refused_for_each_contradiction():

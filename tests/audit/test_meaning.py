@@ -115,6 +115,8 @@ def test_a_recipe_that_the_gpu_lacks_is_a_reason():
         "--num-experts 3 --expert-model-parallel-size 2",
         "--data-path ${oc.env:HOME}",
         "--hybrid-layer-pattern QQQ",
+        "--fp8-format hybrid --fp8-recipe custom",
+        "--optimizer lookahead",
     ],
 )
 def test_wrong_values_are_reasons_and_never_a_traceback(change):
