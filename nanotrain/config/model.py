@@ -16,7 +16,7 @@ from nanotrain.config.layer_kinds import (
     MoEConfig,
     MTPConfig,
 )
-from nanotrain.config.model_fields import ModelFields, YarnConfig
+from nanotrain.config.model_fields import LongRopeConfig, ModelFields, YarnConfig
 from nanotrain.config.notation import (
     read_hybrid_pattern,
     read_layer_pattern,
@@ -28,6 +28,7 @@ from nanotrain.quantities import round_up
 __all__ = [
     "DSAConfig",
     "LinearAttentionConfig",
+    "LongRopeConfig",
     "MLAConfig",
     "MTPConfig",
     "MambaConfig",
@@ -111,13 +112,13 @@ class ModelConfig(ModelFields):
 
     @property
     def has_rope(self) -> bool:
-        """Whether queries and keys are rotated, plainly or by YaRN.
+        """Whether queries and keys are rotated, plainly or for longer contexts.
 
         MLA also rotates with learned positions, which are added to the embeddings.
         """
         if self.multi_latent_attention and self.position_embedding_type == "learned_absolute":
             return True
-        return self.position_embedding_type in ("rope", "yarn")
+        return self.position_embedding_type in ("rope", "yarn", "longrope")
 
     @property
     def rotary_dim(self) -> int:

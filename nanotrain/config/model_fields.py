@@ -22,7 +22,7 @@ from nanotrain.config.layer_kinds import (
 )
 from nanotrain.config.option import above, at_least, between, option, section
 
-PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "longrope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
 LayerNormParameters = Literal["weight_and_bias", "weight", "none"]
 GateActivation = Literal["sigmoid", "softplus"]
@@ -79,6 +79,25 @@ class YarnConfig:
     def _growth(self, coefficient: float) -> float:
         """The logarithmic growth with the scaling factor (equation 22)."""
         return 0.1 * coefficient * log(self.rotary_scaling_factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LongRopeConfig:
+    """LongRoPE (Ding et al. 2024); used with position_embedding_type longrope (Phi-3)."""
+
+    short_factor: list[float] = option([], check=above(0))
+    """LongRoPE: divisor of the frequency of every pair in sequences up to
+    longrope_original_max_positions
+    """
+
+    long_factor: list[float] = option([], check=above(0))
+    """LongRoPE: divisor of the frequency of every pair in longer sequences"""
+
+    original_max_positions: int = option(4096, check=at_least(1))
+    """LongRoPE: context length before the extension"""
+
+    attention_factor: float = option(1.0, check=above(0))
+    """LongRoPE: factor on the cosines and sines"""
 
 
 @dataclass(frozen=True)
@@ -143,7 +162,9 @@ class ModelFields:
     """pad the vocabulary to a multiple of this; padded logits are masked"""
 
     position_embedding_type: PositionEmbedding = option("rope")
-    """learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none"""
+    """learned_absolute (GPT-2), rope (Llama, Qwen), yarn or longrope (RoPE for longer contexts) or
+    none
+    """
 
     learned_position_offset: int = option(0, check=at_least(0))
     """position_embedding_type learned_absolute: rows of the table before that of the first
@@ -397,6 +418,9 @@ class ModelFields:
     """
 
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
+    longrope: LongRopeConfig | None = section(
+        LongRopeConfig, prefix="longrope_", switch="position_embedding_type", value="longrope"
+    )
     linear_attention: LinearAttentionConfig | None = section(
         LinearAttentionConfig, prefix="linear_", switch="linear_attention_type"
     )

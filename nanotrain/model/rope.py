@@ -12,7 +12,8 @@ channels stay as they are.
 
 Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3.1, or YaRN (Peng et
 al. 2023, section 3), which also lengthens queries and keys, and with MLA raises the scale of the
-softmax (DeepSeek-V2, section 3.1.4).
+softmax (DeepSeek-V2, section 3.1.4), or LongRoPE (Ding et al. 2024), which has a factor per pair
+for sequences up to the original context and another one for longer sequences.
 
     B batch   S sequence   N heads   D width of a head   R rotary channels of a head
 """
@@ -43,11 +44,14 @@ class Rotary:
         return Rotary(self.cos[:length], self.sin[:length], scale)
 
 
-def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
+def inverse_frequencies(
+    model_config: ModelConfig, *, is_local: bool = False, is_long: bool = False
+) -> Tensor:
     """The angle per position of each pair: [R/2] fp32, on the CPU.
 
     Args:
         model_config: base and scaling.
+        is_long: use the factors of LongRoPE for sequences longer than the original context.
         is_local: use the base of layers with a window, without scaling, where the model has one,
             and the width of their heads.
     """
@@ -55,6 +59,10 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents
+    longrope = model_config.longrope
+    if longrope is not None:
+        factors = longrope.long_factor if is_long else longrope.short_factor
+        return 1.0 / (exponents.new_tensor(factors) * model_config.rotary_base**exponents)
     unscaled = 1.0 / model_config.rotary_base**exponents
     unscaled = unscaled / model_config.rotary_seq_len_interpolation_factor
     if model_config.rotary_proportional and not is_local:
@@ -135,7 +143,11 @@ class RotaryTables:
         self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
         self._length = 1.0  # factor of rotated queries and keys
         self._query_scale: QueryScale | None = None
+        # of LongRoPE: frequencies of sequences longer than the original context, and its length
+        self._long_frequencies: Tensor | None = None
+        self._original_length = 0
         yarn = model_config.yarn
+        longrope = model_config.longrope
         has_own_base = is_local and model_config.rotary_base_local is not None
         if yarn is not None and not has_own_base:
             self._length = yarn.rotary_mscale
@@ -143,33 +155,56 @@ class RotaryTables:
                 self._query_scale = QueryScale(
                     yarn.query_scaling_beta, yarn.original_max_position_embeddings
                 )
-        self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
+        if longrope is not None and not has_own_base:
+            self._length = longrope.attention_factor
+            self._original_length = longrope.original_max_positions
+            self._long_frequencies = inverse_frequencies(
+                model_config, is_local=is_local, is_long=True
+            )
+        self._cache: dict[tuple[torch.device, torch.dtype, bool], Rotary] = {}
 
-    def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:
+    def at(self, positions: int | Tensor, *, like: Tensor, length: int | None = None) -> Rotary:
         """Cosines and sines of every position.
 
         Args:
             positions: S for the positions 0..S-1, or position ids [B, S] int64.
             like: a tensor with the device and dtype of the result.
+            length: tokens of a full sequence, of which the positions may be a part; None: up to the
+                last of the positions.
         """
         if isinstance(positions, Tensor):
-            return self._compute(positions, like)
-        key = (like.device, like.dtype)
+            return self._compute(positions, like, length=length)
+        key = (like.device, like.dtype, positions > self._original_length)
         cached = self._cache.get(key)
         if cached is None or cached.cos.shape[0] < positions:
-            cached = self._compute(torch.arange(positions, device=like.device), like)
+            ids = torch.arange(positions, device=like.device)
+            cached = self._compute(ids, like, length=positions)
             self._cache[key] = cached
         return cached.first(positions)
 
-    @torch.no_grad()
-    def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
-        """Cosines and sines [..., 1, R / 2] of positions [...], in the dtype of `like`."""
+    def _frequencies(self, positions: Tensor, *, length: int | None) -> Tensor:
+        """The frequencies of a sequence; without a length the device chooses by the positions."""
         # Kept on the device: the host would wait for a copy of every microbatch, as its memory is
         # not pinned.
-        self._inverse_frequencies = self._inverse_frequencies.to(like.device)
+        device = positions.device
+        self._inverse_frequencies = self._inverse_frequencies.to(device)
+        if self._long_frequencies is None:
+            return self._inverse_frequencies
+        self._long_frequencies = self._long_frequencies.to(device)
+        if length is None:
+            is_long = positions.max() + 1 > self._original_length
+            return torch.where(is_long, self._long_frequencies, self._inverse_frequencies)
+        if length > self._original_length:
+            return self._long_frequencies
+        return self._inverse_frequencies
+
+    @torch.no_grad()
+    def _compute(self, positions: Tensor, like: Tensor, *, length: int | None) -> Rotary:
+        """Cosines and sines [..., 1, R / 2] of positions [...], in the dtype of `like`."""
+        frequencies = self._frequencies(positions, length=length)
         # Angles need fp32: bf16 rounds position 257 to 256.
-        angles = positions.float()[..., None, None] * self._inverse_frequencies
-        # the factor of YaRN on the length of rotated queries and keys, else 1
+        angles = positions.float()[..., None, None] * frequencies
+        # the factor of YaRN or LongRoPE on the length of rotated queries and keys, else 1
         cos = (angles.cos() * self._length).to(like.dtype)
         sin = (angles.sin() * self._length).to(like.dtype)
         if self._query_scale is None:
@@ -200,14 +235,16 @@ class PositionTables:
             query_scale = QueryScale(model_config.attn_scale, model_config.floor_scale, offset=1)
         return cls(full, windowed, query_scale)
 
-    def at(self, positions: int | Tensor, *, like: Tensor) -> "PositionInputs":
+    def at(
+        self, positions: int | Tensor, *, like: Tensor, length: int | None = None
+    ) -> "PositionInputs":
         """The position inputs of full and windowed layers; arguments as `RotaryTables.at`."""
         if self.full is None or self.windowed is None:
             return PositionInputs(full=None, windowed=None, query_scale=None)
-        full = self.full.at(positions, like=like)
+        full = self.full.at(positions, like=like, length=length)
         windowed = full
         if self.windowed is not self.full:
-            windowed = self.windowed.at(positions, like=like)
+            windowed = self.windowed.at(positions, like=like, length=length)
         query_scale = None
         if self.query_scale is not None:
             if not isinstance(positions, Tensor):

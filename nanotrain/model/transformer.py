@@ -391,10 +391,14 @@ class Stage(nn.Module):
         """The inputs that the layers share, with the device and dtype of `like`."""
         batch = context.batch
         masks = self.masks.plan(batch, self.parallel)
-        positions: int | Tensor = batch.tokens.shape[1]
+        num_tokens = batch.tokens.shape[1]
+        positions: int | Tensor = num_tokens
+        length = None
         if batch.position_ids is not None:
             positions = batch.position_ids
-        rotary = self.position_tables.at(positions, like=like)
+        if self.parallel.cp.size > 1:
+            length = num_tokens * self.parallel.cp.size
+        rotary = self.position_tables.at(positions, like=like, length=length)
         full = AttentionInputs(rotary.full, masks.full)
         windowed = AttentionInputs(rotary.windowed, masks.windowed)
         return LayerContext(

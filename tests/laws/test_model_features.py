@@ -65,6 +65,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm_across_heads": True,
         "num_query_groups": 1,  # replicated over tp
         "rotary_base_local": 100.0,
+        "position_embedding_type": "longrope",  # and longer than the original context
+        "longrope_short_factor": [1.0] * 5,
+        "longrope_long_factor": [1.0, 1.3, 2.0, 3.0, 5.0],
+        "longrope_original_max_positions": 16,
+        "longrope_attention_factor": 1.2,
         "window_num_attention_heads": 8,
         "window_rotary_percent": 0.6,
         "attention_output_gate": True,

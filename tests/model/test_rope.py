@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
+from nanotrain.config.model import LongRopeConfig, MLAConfig, ModelConfig, YarnConfig
 from nanotrain.model.rope import (
     PositionTables,
     Rotary,
@@ -214,6 +214,32 @@ def test_a_shorter_sequence_after_a_longer_one_has_its_own_tables() -> None:
         tables, fresh = kept.at(length, like=like), RotaryTables(model).at(length, like=like)
         for name in ("cos", "sin", "query_scale"):
             assert torch.equal(getattr(tables, name), getattr(fresh, name)), (name, length)
+
+
+LONGROPE = replace(
+    LLAMA,
+    position_embedding_type="longrope",
+    longrope=LongRopeConfig([1.0, 1.5, 2.0, 2.5], [2.0, 3.0, 4.0, 5.0], 8, 1.3),
+)
+
+
+@pytest.mark.parametrize("length, is_long", [(8, False), (9, True)])
+def test_longrope_has_other_factors_beyond_the_original_context(length, is_long):
+    like, tables = torch.zeros(1), RotaryTables(LONGROPE)
+    tables.at(17 - length, like=like)  # what is kept of the other length changes nothing
+    found = tables.at(length, like=like)
+    longrope = LONGROPE.longrope
+    factors = torch.tensor(longrope.long_factor if is_long else longrope.short_factor)
+    frequencies = LLAMA.rotary_base ** -(torch.arange(4) / 4) / factors
+    angles = torch.arange(length)[:, None, None] * frequencies
+    torch.testing.assert_close(found.cos, angles.cos() * 1.3)
+    torch.testing.assert_close(found.sin, angles.sin() * 1.3)
+    # positions of a chunk by the length of the full sequence; else by the last of them
+    ids = torch.arange(length)[None]
+    chunk = tables.at(ids[:, :3], like=like, length=length)
+    assert torch.equal(chunk.cos[0], found.cos[:3]) and torch.equal(chunk.sin[0], found.sin[:3])
+    last = tables.at(ids[:, -1:], like=like)
+    assert torch.equal(last.cos[0], found.cos[-1:])
 
 
 def test_layers_with_a_window_rotate_their_share_as_the_other_layers_do():

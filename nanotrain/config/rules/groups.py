@@ -24,6 +24,7 @@ MODEL: Rules = (
     model.check_positions,
     model.check_query_norms,
     model.check_rotary_embedding,
+    model.check_longrope,
     model.check_sparse_attention,
     model.check_block_sparse_attention,
     model.check_sparse_attention_windows,

@@ -89,6 +89,30 @@ def check_rotary_embedding(c: Settings) -> Errors:
         )
 
 
+def check_longrope(c: Settings) -> Errors:
+    """LongRoPE: factors of all pairs, and one choice of them for all sequences."""
+    if c.model.position_embedding_type != "longrope":
+        return
+    num_pairs = c.model.rotary_dim // 2
+    factors = {"short_factor": c.longrope.short_factor, "long_factor": c.longrope.long_factor}
+    for name, values in factors.items():
+        if len(values) != num_pairs:
+            yield ConfigError(
+                f"longrope_{name} has {count_of(len(values), 'number')}",
+                why=f"each of {count_of(num_pairs, 'pair')} of rotated channels has one",
+                fix=f"set --longrope-{name.replace('_', '-')} with {num_pairs}",
+            )
+    original = c.longrope.original_max_positions
+    length = c.data.seq_length
+    if c.data.reset_position_ids and length > original:
+        yield ConfigError(
+            f"position_embedding_type longrope with reset_position_ids and seq_length {length}",
+            why=f"which factors apply would be chosen by the longest document of a micro batch, of "
+            f"up to {original} positions or more",
+            fix=f"leave out --reset-position-ids, or set --seq-length to at most {original}",
+        )
+
+
 def check_sparse_attention(c: Settings) -> Errors:
     """DeepSeek Sparse Attention and its indexer."""
     model = c.model

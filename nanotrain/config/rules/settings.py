@@ -16,7 +16,7 @@ from nanotrain.config.layer_kinds import (
     LinearAttentionConfig,
     LinearAttentionKind,
 )
-from nanotrain.config.model import MLAConfig, MoEConfig, YarnConfig
+from nanotrain.config.model import LongRopeConfig, MLAConfig, MoEConfig, YarnConfig
 from nanotrain.config.schema import ENTRIES, SECTIONS
 from nanotrain.errors import ConfigError
 
@@ -60,6 +60,7 @@ class Settings:
         self.config = config
         self.model = model
         self.yarn = model.yarn or YarnConfig()
+        self.longrope = model.longrope or LongRopeConfig()
         self.linear = model.linear_attention or LinearAttentionConfig()
         self.mamba = model.mamba
         self.dsa = model.dsa or DSAConfig()

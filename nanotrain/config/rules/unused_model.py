@@ -13,7 +13,7 @@ MLA_ROTATES = "every layer of multi_latent_attention rotates its qk_pos_emb_head
 MLA_HEADS = "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"
 NO_WINDOW = "no layer has a window"
 WINDOW_CAUSES = ("window_size", "attention_chunk_size")
-IN_ROPE_OR_YARN = "it belongs to position_embedding_type rope or yarn"
+IN_ROPE = "it belongs to position_embedding_type rope, yarn or longrope"
 
 
 def unused_positions(c: Settings) -> UnusedFields:
@@ -24,14 +24,14 @@ def unused_positions(c: Settings) -> UnusedFields:
             "rotary_percent",
             "rotary_proportional",
             by="position_embedding_type",
-            why=IN_ROPE_OR_YARN,
+            why=IN_ROPE,
         )
         yield unused(
             "no_rope_freq",
             "qk_l2_norm",
             by="position_embedding_type",
             why="no layer has rotary positions",
-            fix="set --position-embedding-type rope or yarn",
+            fix="set --position-embedding-type rope, yarn or longrope",
         )
     if c.model.position_embedding_type != "learned_absolute":
         yield unused(
@@ -120,7 +120,7 @@ def unused_rope_scaling(c: Settings) -> UnusedFields:
         )
     window_fields = ("rotary_base_local", "window_rotary_percent")
     if not c.model.has_rope:
-        yield unused(*window_fields, by="position_embedding_type", why=IN_ROPE_OR_YARN)
+        yield unused(*window_fields, by="position_embedding_type", why=IN_ROPE)
     if not has_windows(c):
         yield unused("window_attn_skip_freq", *window_fields, by=WINDOW_CAUSES, why=NO_WINDOW)
     if c.model.rotary_proportional:

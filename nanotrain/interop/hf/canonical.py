@@ -45,7 +45,7 @@ def changed_positions(
         explicit: keys of the section that the command line sets.
     """
     kinds = {described.position_embedding_type, configured.position_embedding_type}
-    if not kinds <= {"rope", "yarn"}:
+    if not kinds <= {"rope", "yarn", "longrope"}:
         return {}
     changed = {}
     for key in read_tables()["rotary_keys"]:
@@ -168,7 +168,8 @@ def _canonical_local_base(model_config: ModelConfig) -> float | None:
     mean other positions.
     """
     local = model_config.rotary_base_local
-    is_scaled = model_config.use_rope_scaling or model_config.yarn is not None
+    longer = (model_config.yarn, model_config.longrope)
+    is_scaled = model_config.use_rope_scaling or longer != (None, None)
     is_interpolated = model_config.rotary_seq_len_interpolation_factor != 1
     if local == model_config.rotary_base and not is_scaled and not is_interpolated:
         return None

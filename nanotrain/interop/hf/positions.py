@@ -15,6 +15,7 @@ from typing import Any
 from nanotrain.config.model import ModelConfig, YarnConfig
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.interop.hf.canonical import write_layers
+from nanotrain.interop.hf.config_class import pass_over
 from nanotrain.interop.hf.layer_types import FULL
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
@@ -336,11 +337,60 @@ def _read_llama4_rope(raw: Raw) -> Values:
     return read_rope(raw)
 
 
+def _read_long_rope(raw: Raw, *, has_partial: bool = False) -> Values:
+    """Plain positions or another kind, or LongRoPE: two factors per pair, and one of lengths."""
+    rope = _stored_rope(raw)
+    if _rope_kind(rope) != "longrope":
+        return read_rope(raw, has_partial=has_partial)
+    for entry in ("short_factor", "long_factor"):
+        if not isinstance(rope.get(entry), list):
+            reject(f"{entry} of its longrope rotary scaling", rope.get(entry), instead="a list")
+    plain = rope | {"rope_type": "default", "type": "default"}
+    values = read_rope(raw | {"rope_parameters": plain}, has_partial=has_partial)
+    original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    factor = rope.get("factor") or raw["max_position_embeddings"] / original
+    length = rope.get("attention_factor")
+    if length is None:
+        growth = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        length = math.sqrt(1 + growth)
+    values["position_embedding_type"] = "longrope"
+    values["longrope.short_factor"] = rope["short_factor"]
+    values["longrope.long_factor"] = rope["long_factor"]
+    values["longrope.original_max_positions"] = original
+    values["longrope.attention_factor"] = length
+    return values
+
+
+def _write_long_rope(model_config: ModelConfig) -> Values:
+    longrope = model_config.longrope
+    entries = write_rope(model_config)
+    if longrope is not None:
+        original = longrope.original_max_positions
+        entries["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": longrope.short_factor,
+            "long_factor": longrope.long_factor,
+            "original_max_position_embeddings": original,
+            "factor": max(1.0, model_config.max_position_embeddings / original),
+            "attention_factor": longrope.attention_factor,
+        }
+    return entries
+
+
 def _read_phi3_rope(raw: Raw) -> Values:
     kind = _stored_rope(raw).get("rope_type", "default")
-    if kind != "default":  # transformers takes every other kind for longrope
-        reject("rope_type", kind, instead="default")
-    return read_rope(raw, has_partial=True)
+    if kind not in ("default", "longrope"):  # transformers takes every other kind for longrope
+        reject("rope_type", kind, instead="default or longrope")
+    pass_over(raw, "original_max_position_embeddings")  # the class puts it into the table
+    return _read_long_rope(raw, has_partial=True)
+
+
+def _write_phi3_rope(model_config: ModelConfig) -> Values:
+    entries = _write_long_rope(model_config)
+    if model_config.longrope is not None:
+        original = model_config.longrope.original_max_positions
+        entries["original_max_position_embeddings"] = original
+    return entries
 
 
 POSITION_PARTS: dict[str, Part] = {
@@ -355,5 +405,6 @@ POSITION_PARTS: dict[str, Part] = {
     "mistral_rope": Part(_read_mistral_rope, _write_mistral_rope),
     "hunyuan_rope": Part(_read_hunyuan_rope, write_rope),
     "llama4_rope": Part(_read_llama4_rope, write_rope),
-    "phi3_rope": Part(_read_phi3_rope, write_rope),
+    "long_rope": Part(_read_long_rope, _write_long_rope),
+    "phi3_rope": Part(_read_phi3_rope, _write_phi3_rope),
 }

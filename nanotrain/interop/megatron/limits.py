@@ -75,6 +75,7 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "moe_router_enable_expert_bias with softmax": has_bias
         and moe.router_score_function == "softmax",
         "rotary_base_local": model.rotary_base_local is not None,
+        "position_embedding_type longrope": model.longrope is not None,
         "window_rotary_percent": model.window_rotary_percent is not None,
         "learned_position_offset": model.learned_position_offset > 0,
         "moe_num_zero_experts": moe.num_zero_experts > 0,

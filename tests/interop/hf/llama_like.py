@@ -39,6 +39,12 @@ SHARES = {  # a scaled base of some channels, and a plain one of others
     },
     "sliding_attention": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.5, 6.0],
+    "original_max_position_embeddings": 16,
+}
 MAMBA = {
     name: value
     for name, value in GRANITE.items()
@@ -235,6 +241,23 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3-untied": (
         "MiniCPM3",
         MLA | {"q_lora_rank": None, "dim_model_base": 32, "tie_word_embeddings": False},
+    ),
+    # longer than the original context, and as long
+    "minicpm3-longrope": (
+        "MiniCPM3",
+        MLA | {"dim_model_base": 16, "rope_parameters": LONGROPE | {"rope_theta": 1e4}},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "phi3-longrope-short": (
+        "Phi3",
+        {
+            "rope_parameters": LONGROPE | {"attention_factor": 1.7},
+            "original_max_position_embeddings": 96,
+            "max_position_embeddings": 128,
+        },
     ),
 }
 # The file of transformers that computes a family, where its name is not the family's.

@@ -112,7 +112,7 @@ PHI3 = LLAMA_SHAPE | {"model_type": "phi3"}
     [
         (
             PHI3 | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope_type: 'longrope'",
+            "short_factor of its longrope rotary scaling: None",
         ),
         (PHI3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
     ],
