@@ -69,7 +69,7 @@ def test_entries_that_are_left_out_have_the_values_of_transformers(kind: str) ->
             "indexer_types of layer 0",
         ),
         ({"model_type": "deepseek_v32", "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types"),
-        ({"model_type": "gemma3n_text"}, "it would need KV sharing between layers"),
+        ({"model_type": "gemma3n_text"}, "it would need streams that are predicted and corrected"),
         ({"model_type": "qwen3_mo"}, "nearest names are qwen3_moe"),
         ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "topk_method"),
         ({"model_type": "ernie4_5_moe", "routed_scaling_factor": 2.0}, "routed_scaling_factor"),
