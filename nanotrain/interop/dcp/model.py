@@ -6,7 +6,7 @@ Settings of the user come first. Without a config.json, what they leave out foll
 of tensors, and one line says what; another one names settings that no tensor shows.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,10 +35,14 @@ from nanotrain.interop.hf.families import (
 from nanotrain.interop.hf.names import Naming, mtp_copies
 from nanotrain.spec.boxes import Box
 
+# of the norms of compressed queries, keys and values, which its DeepSeek-V3 cannot set
+EPSILON_OF_TRANSFORMERS = 1e-6
 UNTIED = "model.untie_embeddings_and_output_weights"
 GUESSED_FAMILY = "deepseek_v3"  # its names contain those of Llama and Qwen3
 # settings of the model that no shape shows
 UNSEEN = ("rotary_base", "use_rope_scaling", "norm_epsilon", "max_position_embeddings")
+UNSEEN_OF_EXPERTS = ("moe.router_topk_scaling_factor", "moe.router_num_groups")
+UNSEEN_OF_BIASES = ("moe.router_bias_update_rate",)
 
 
 @dataclass(frozen=True)
@@ -128,14 +132,8 @@ def model_keys(keys: Collection[str]) -> frozenset[str]:
 def load_with_guesses(run: StoredRun, line: CommandLine, *, notes: list[str]) -> Loaded:
     """The settings of the user, completed by what the shapes of the tensors show."""
     given = given_values(line)
-    modules = Modules(run.weight_shapes, guessed_namings(run))
-    guesses = guess_model(modules, given)
-    if UNTIED not in given:
-        guesses[UNTIED] = other_head(run) is not None
-    if "model.vocab_size" in given:
-        del guesses["model.make_vocab_size_divisible_by"]
     guessed = []
-    for key, value in guesses.items():
+    for key, value in guess_values(run, given).items():
         if key not in given and value != KEYS[key].default:
             add_value(line, KEYS[key].name, value=value)
             guessed.append(f"{KEYS[key].name} {typed(value)}")
@@ -143,13 +141,36 @@ def load_with_guesses(run: StoredRun, line: CommandLine, *, notes: list[str]) ->
     if guessed:
         notes.append(f"guessed from the shapes of tensors: {', '.join(guessed)}")
     unseen = []
-    for name in UNSEEN:
+    for name in unseen_settings(loaded.config.model):
         if f"model.{name}" not in given:
             value = typed(value_of(loaded.config.model, name))
             unseen.append(f"{KEYS[f'model.{name}'].flag} {value}")
     if unseen:
         notes.append(f"in no tensor, so the defaults are taken: {', '.join(unseen)}")
     return loaded
+
+
+def guess_values(run: StoredRun, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the model section that the tensors and their names show, by key."""
+    guesses = guess_model(Modules(run.weight_shapes, guessed_namings(run)), given)
+    if UNTIED not in given:
+        guesses[UNTIED] = other_head(run) is not None
+    if "model.vocab_size" in given:
+        del guesses["model.make_vocab_size_divisible_by"]
+    has_mla = guesses.get("model.multi_latent_attention", False)
+    if has_mla and run.embedding != TORCHTITAN:
+        guesses["model.mla.compressed_norm_epsilon"] = EPSILON_OF_TRANSFORMERS
+    return guesses
+
+
+def unseen_settings(model_config: ModelConfig) -> list[str]:
+    """The settings of a model that no shape shows."""
+    names = list(UNSEEN)
+    moe = model_config.moe
+    if moe is not None:
+        names += UNSEEN_OF_EXPERTS
+        names += UNSEEN_OF_BIASES if moe.router_enable_expert_bias else ()
+    return names
 
 
 def given_values(line: CommandLine) -> dict[str, Any]:
