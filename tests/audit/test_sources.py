@@ -23,6 +23,9 @@ MODEL=(--num-layers 4 --hidden-size 64 --num-attention-heads 4)
 torchrun --nproc_per_node $GPUS --nnodes ${NODES:-2} pretrain_gpt.py ${MODEL[@]} \\
     --tensor-model-parallel-size $TP --lr $LR --save $DIR/ck --data-path $DATA
 """
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 2 "
+)
 
 
 def read(tmp_path: Path, text: str | bytes, name: str = "a.sh", **variables: str):
@@ -55,6 +58,12 @@ def test_a_number_that_is_not_set_is_left_out_and_a_path_is_kept(tmp_path):
     given = read(tmp_path, SCRIPT, LR="1e-4", TP="8", NODES="1")
     assert given.ranks == 8 and "--tensor-model-parallel-size 8" in flags(given)
     assert "--lr 1e-4" in flags(given)
+
+
+def test_the_data_parallel_size_is_what_tp_pp_and_cp_leave():
+    source = source_of_words(LAYOUT.split())
+    assert source.values(32).text("--data-parallel-size") == "2"
+    assert source.values(None).text("--data-parallel-size") is None
 
 
 def test_ranks_are_those_of_slurm_where_the_launch_has_none(tmp_path):
