@@ -10,6 +10,7 @@
     sparse.py        attention to the keys that a lightning indexer selects
     blocks.py        blocks of keys that an index selects; block_sparse.py, block_gathered.py,
                      attention to them
+    compressed.py    attention to a window and to compressed keys
     delta_rule.py    linear attention: the gated delta rule in chunks
     ssd.py           the scan of Mamba-2 in chunks
     scan_kernels.py  SCAN_KERNELS: which kernels compute a scan

@@ -256,6 +256,7 @@ class IndexGradients:
             keys: the keys of the scores.
         """
         log_probs = scores.masked(mask).log_softmax(-1)
+        log_probs.masked_fill_(~mask, -torch.inf)  # NaN where a query has no key
         cross_entropy = target * log_probs.masked_fill(~mask, 0.0)
         negative_entropy = torch.xlogy(target, target)
         self.divergence += (negative_entropy - cross_entropy).sum()

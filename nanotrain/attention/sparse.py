@@ -59,8 +59,7 @@ class SelectedTiles(TilePlan):
         """[B, 1, queries, keys] bool, True where a key is selected."""
         tile = tile or self.tiles[0]
         bits = self.bits[tile.queries.start]
-        unpacked = (bits[..., None] >> torch.arange(BITS, device=bits.device)) & 1
-        return unpacked.flatten(-2)[:, None, :, : tile.keys.stop].bool()
+        return unpack_bits(bits, number=tile.keys.stop)[:, None]
 
 
 def attend_selected(
@@ -123,7 +122,7 @@ class _Selection:
             may_attend = call.masked_tile.mask(tile)[:, 0]
             selected, scores = index.select(rows, may_attend)
             tiles.append(tile)
-            bits[rows.start] = _pack_bits(selected)
+            bits[rows.start] = pack_bits(selected)
             if index.kept is not None:
                 found = SelectedKeys.of(selected, topk=index.topk, first_query=0).positions
                 positions[:, rows, : found.shape[-1]] = found
@@ -163,9 +162,15 @@ def _finish(gradients: IndexGradients | None) -> list[Tensor]:
     return [] if gradients is None else gradients.finish()
 
 
-def _pack_bits(mask: Tensor) -> Tensor:
+def pack_bits(mask: Tensor) -> Tensor:
     """[..., S] bool -> [..., S / 8] uint8, the first in the lowest bit; zeros after the last."""
     padded = F.pad(mask, (0, -mask.shape[-1] % BITS))
     bits = padded.unflatten(-1, (-1, BITS)).to(torch.uint8)
     shifts = torch.arange(BITS, dtype=torch.uint8, device=mask.device)
     return (bits << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, *, number: int) -> Tensor:
+    """Inverse of `pack_bits`: [..., S / 8] uint8 -> the first [..., number] bool."""
+    unpacked = (bits[..., None] >> torch.arange(BITS, device=bits.device)) & 1
+    return unpacked.flatten(-2)[..., :number].bool()

@@ -15,9 +15,9 @@ from nanotrain.config.option import above, at_least, between, option
 NormPlacement = Literal["pre", "post", "sandwich"]
 ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc", "attention"]
 STREAMS = ("hyper_connections", "mhc", "attention")  # residual types with several streams
-SparseAttentionType = Literal["dsa", "blocks"]
+SparseAttentionType = Literal["dsa", "blocks", "compressed"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
-RouterScore = Literal["softmax", "sigmoid"]
+RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 LoadBalancing = Literal[
     "aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "sinkhorn", "none"
 ]
@@ -142,6 +142,34 @@ class DSAConfig:
 
 
 @dataclass(frozen=True)
+class CompressedAttentionConfig:
+    """Attention to a window and to compressed keys (DeepSeek-V4, section 2.3); used with
+    sparse_attention_type compressed.
+    """
+
+    layer_pattern: str | None = option(None)
+    """compressed attention: a letter per layer, or per layer of a group that is repeated: W the
+    window alone, C also the compressed keys that an indexer selects, H also all heavily compressed
+    keys; unset: HH, then H and C in turn
+    """
+
+    sparse_ratio: int = option(4, check=at_least(2))
+    """compressed attention: tokens of a compressed key in layers C"""
+
+    heavy_ratio: int = option(128, check=at_least(2))
+    """compressed attention: tokens of a compressed key in layers H"""
+
+    q_lora_rank: int = option(1024, check=at_least(1))
+    """compressed attention: width of the compressed queries"""
+
+    output_groups: int = option(8, check=at_least(1))
+    """compressed attention: groups of heads, each with a first output projection of its own"""
+
+    output_lora_rank: int = option(1024, check=at_least(1))
+    """compressed attention: outputs of the first output projection of a group"""
+
+
+@dataclass(frozen=True)
 class LinearAttentionConfig:
     """Layers with a state in place of keys and values; used with linear_attention_type."""
 
@@ -226,6 +254,11 @@ class MoEConfig:
     layer_freq: str = option("1")
     """MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58"""
 
+    hash_layers: str = option("0")
+    """MoE layers in which the token id alone chooses the experts, by a table, and the router only
+    weighs them (DeepSeek-V4): N for every Nth layer, 0 for none, or a pattern such as [1]*3+[0]*40
+    """
+
     ffn_hidden_size: int | None = option(None, check=at_least(1, at_most=10_000_000))
     """inner width of an expert; unset: ffn_hidden_size"""
 
@@ -266,13 +299,16 @@ class MoEConfig:
     """experts per token"""
 
     router_score_function: RouterScore = option("softmax")
-    """function of the router scores: softmax or sigmoid"""
+    """function of the router scores: softmax, sigmoid, or the square root of softplus (DeepSeek-V4)
+    """
 
     router_pre_softmax: bool = option(False)
     """softmax before the top-k selection, over all experts, instead of over the selected ones"""
 
     router_norm_epsilon: float = option(1e-20, check=at_least(0))
-    """added to the sum of sigmoid scores by which those of the selected experts are divided"""
+    """added to the sum of sigmoid or sqrtsoftplus scores by which those of the selected experts are
+    divided
+    """
 
     router_topk_scaling_factor: float = option(1.0, check=above(0))
     """factor on the weights of the selected experts"""

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Self
 
 from nanotrain.config.layer_kinds import (
+    CompressedAttentionConfig,
     DSAConfig,
     LinearAttentionConfig,
     MambaConfig,
@@ -18,6 +19,7 @@ from nanotrain.config.layer_kinds import (
 )
 from nanotrain.config.model_fields import LongRopeConfig, ModelFields, YarnConfig
 from nanotrain.config.notation import (
+    read_compressed_pattern,
     read_hybrid_pattern,
     read_layer_pattern,
     read_mtp_patterns,
@@ -26,6 +28,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.quantities import round_up
 
 __all__ = [
+    "CompressedAttentionConfig",
     "DSAConfig",
     "LinearAttentionConfig",
     "LongRopeConfig",
@@ -38,6 +41,8 @@ __all__ = [
 ]
 
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")  # activations with a gate projection
+# kinds of token mixers by their letters in compressed_layer_pattern
+COMPRESSED_LETTERS = {"W": "sliding", "C": "csa", "H": "hca"}
 MLP_LETTERS = {"-": "dense", "E": "moe"}  # kinds of MLP by their letters in hybrid_layer_pattern
 
 
@@ -318,6 +323,8 @@ class ModelConfig(ModelFields):
             return tuple(self.mixer_letters.get(letter) for letter in letters)
         if self.sparse_attention_type == "blocks":
             return self._block_mixers
+        if self.compressed is not None:
+            return tuple(COMPRESSED_LETTERS[letter] for letter in self.compressed_pattern)
         if self.linear_attention_type is None:
             return (self.softmax_attention,) * self.num_layers
         layers = read_layer_pattern(
@@ -336,6 +343,30 @@ class ModelConfig(ModelFields):
             "dsa_indexer_layer_freq", self.dsa.layer_freq, num_layers=self.num_layers
         )
         return tuple("block_sparse" if selects else "attention" for selects in layers)
+
+    @property
+    def compressed_pattern(self) -> str:
+        """The letter of every layer of compressed attention; a ConfigError for an invalid pattern.
+
+        >>> compressed = CompressedAttentionConfig()
+        >>> ModelConfig(num_layers=6, compressed=compressed).compressed_pattern
+        'HHHCHC'
+        """
+        assert self.compressed is not None, "sparse_attention_type is compressed"
+        pattern = self.compressed.layer_pattern
+        return read_compressed_pattern(pattern, num_layers=self.num_layers)
+
+    @property
+    def hash_layers(self) -> tuple[bool, ...]:
+        """Whether the token id chooses the experts of each layer; a ConfigError for an invalid
+        pattern.
+        """
+        moe = self.moe
+        if moe is None or moe.num_experts is None:
+            return (False,) * self.num_layers
+        layers = read_layer_pattern("moe_hash_layers", moe.hash_layers, num_layers=self.num_layers)
+        pairs = zip(layers, self.moe_layers, strict=True)
+        return tuple(is_hashed and has_experts for is_hashed, has_experts in pairs)
 
     @property
     def softmax_attention(self) -> str:
@@ -387,7 +418,13 @@ class ModelConfig(ModelFields):
 
     @property
     def window_layers(self) -> tuple[bool, ...]:
-        """Whether each layer attends within a window; a ConfigError for an invalid pattern."""
+        """Whether each layer attends within a window; a ConfigError for an invalid pattern.
+
+        Layers that attend to compressed keys too have other rotary positions, and count as layers
+        without a window.
+        """
+        if self.compressed is not None:
+            return tuple(letter == "W" for letter in self.compressed_pattern)
         if self.window_size is None and self.attention_chunk_size is None:
             return (False,) * self.num_layers
         return read_layer_pattern(

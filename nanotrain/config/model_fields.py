@@ -9,6 +9,7 @@ from math import log
 from typing import Literal
 
 from nanotrain.config.layer_kinds import (
+    CompressedAttentionConfig,
     DSAConfig,
     LinearAttentionConfig,
     LinearAttentionType,
@@ -385,7 +386,8 @@ class ModelFields:
 
     sparse_attention_type: SparseAttentionType | None = option(None)
     """dsa: multi-latent attention to the keys that an indexer selects (DeepSeek-V3.2); blocks:
-    attention to the blocks of keys that it selects (MiniMax-M3); unset: to all
+    attention to the blocks of keys that it selects (MiniMax-M3); compressed: attention to a window
+    and to compressed keys (DeepSeek-V4); unset: to all
     """
 
     attention_output_gate: bool = option(False)
@@ -427,6 +429,12 @@ class ModelFields:
     mamba: MambaConfig = section(MambaConfig, prefix="mamba_")
     dsa: DSAConfig | None = section(
         DSAConfig, prefix="dsa_indexer_", switch="sparse_attention_type"
+    )
+    compressed: CompressedAttentionConfig | None = section(
+        CompressedAttentionConfig,
+        prefix="compressed_",
+        switch="sparse_attention_type",
+        value="compressed",
     )
     mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
     moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")

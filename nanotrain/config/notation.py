@@ -96,6 +96,32 @@ def read_hybrid_pattern(text: str) -> str:
     return letters
 
 
+COMPRESSED_LETTERS = "WCH"
+
+
+def read_compressed_pattern(text: str | None, *, num_layers: int) -> str:
+    """The letter of every layer of compressed attention; a pattern is repeated.
+
+    Raises:
+        ConfigError: another letter, or layers that no whole number of patterns has.
+
+    >>> read_compressed_pattern("WCH", num_layers=6), read_compressed_pattern(None, num_layers=5)
+    ('WCHWCH', 'HHHCH')
+    """
+    if text is None:
+        turns = "HC" * num_layers
+        return f"HH{turns}"[:num_layers]
+    unknown = [letter for letter in text if letter not in COMPRESSED_LETTERS]
+    if unknown or not text or num_layers % len(text) != 0:
+        raise ConfigError(
+            f"compressed_layer_pattern is {text!r}",
+            why=f"it has letters W, C and H for {count_of(num_layers, 'layer')}, or for fewer that "
+            f"are repeated, and this has {count_of(len(text), 'letter')}",
+            fix="leave --compressed-layer-pattern out, or change it",
+        )
+    return text * (num_layers // len(text))
+
+
 def read_mtp_patterns(text: str) -> list[str]:
     """The letters of every layer of multi-token prediction: its attention and its MLP.
 

@@ -61,7 +61,7 @@ from nanotrain.inference.generation_config import (
 from nanotrain.inference.sampling import Sampling
 from nanotrain.log import progress
 from nanotrain.model.context import ModelParallel
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
@@ -208,7 +208,7 @@ def load_stage(
     stage._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     weights = dict(stage.named_parameters())
     wanted = {param.tensor_box: weights[param.spec.name].data for param in stage.params}
-    for name, bias in expert_biases(stage).items():
+    for name, bias in router_tensors(stage).items():
         wanted[TensorBox.full(name, bias.shape)] = bias
     checkpoint.read_params(wanted)
     return stage
@@ -477,13 +477,13 @@ def export_checkpoint(
     """
     from nanotrain.interop.hf.companions import Companions, fullest_tokenizer
     from nanotrain.interop.hf.export import export_weights
-    from nanotrain.interop.hf.names import expert_bias_shapes
+    from nanotrain.interop.hf.names import router_shapes
 
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
     specs = declare_model(ModelShape.of(model_config))
     names = [checkpoint.stored_name(spec.name) for spec in specs]
-    names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
+    names += [f"router/{name}" for name in router_shapes(model_config)]
     stored = read_global_tensors(checkpoint.path, names)
     tensors = ((name.partition("/")[2], tensor) for name, tensor in stored)
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint

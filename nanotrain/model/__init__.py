@@ -3,9 +3,11 @@
     transformer.py          block and stage, top to bottom; ends.py has embedding and head
     attention.py, mla.py                               attention and latent attention
     dsa.py, block_sparse.py                            attention to selected keys, and blocks
+    compressed.py, compressor.py           attention to a window and to compressed keys
     mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
     recurrence.py           convolutions and states of these, over cp and in generation
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
+    hash_router.py          experts that the token id chooses
     mtp.py                  multi-token prediction
     norm.py, rope.py, activations.py                   their parts
     norm_casts.py, down_projection.py                  norms and SwiGLU that fp8 casts compute

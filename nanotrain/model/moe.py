@@ -69,7 +69,9 @@ class MoELayer(nn.Module):
         self._num_experts = moe.num_experts
         self.has_zero_experts = moe.num_zero_experts > 0
         self.weights_inputs = moe.apply_probs_on_input
-        self.router = Router(moe, params, parallel=parallel, norm_epsilon=model_config.norm_epsilon)
+        self.router = self.build_router(
+            model_config, params, parallel=parallel, layer=dropout.layer
+        )
         options = replace(
             parallel.dispatch,
             may_drop=moe.may_drop,
@@ -104,6 +106,14 @@ class MoELayer(nn.Module):
         self.post_norm = own_norm(params.submodule("post_norm"))
         self.sum_scale = build_scale(0.5 if moe.shared_expert_average else 1.0)
         self.dropout = dropout
+
+    def build_router(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> Router:
+        """The router; arguments as of the layer, and its index in the model."""
+        assert model_config.moe is not None, "a dense layer has no experts"
+        epsilon = model_config.norm_epsilon
+        return Router(model_config.moe, params, parallel=parallel, norm_epsilon=epsilon)
 
     @eager
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -154,11 +164,15 @@ class MoELayer(nn.Module):
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S] or [S/tp] int64, the positions of the local tokens in their sequence."""
-        length = local.shape[_SEQUENCE]
-        first = length * self._tp.index
+        tokens = self.local_tokens(local.shape[_SEQUENCE])
         if context.sequence_positions is None:
-            return torch.arange(first, first + length, device=local.device)
-        return context.sequence_positions[first : first + length]
+            return torch.arange(tokens.start, tokens.stop, device=local.device)
+        return context.sequence_positions[tokens]
+
+    def local_tokens(self, length: int) -> slice:
+        """The tokens that this rank routes, among those of its tp group."""
+        first = length * self._tp.index
+        return slice(first, first + length)
 
 
 def build_own_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:

@@ -1,7 +1,7 @@
 """The router: the experts of each token, and the weight of each expert's output.
 
     logits        [E] per token, fp32 for every dtype of activations
-    scores        softmax or sigmoid of the logits (SCORES)
+    scores        softmax, sigmoid or sqrt(softplus) of the logits (SCORES)
     topk_ids      the K experts with the highest score + bias, within the best groups if there are
                   groups. Softmax scores without pre-softmax and bias are compared by their logits,
                   as in Megatron-LM
@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -140,15 +141,9 @@ class Router(StatefulModule):
             logits = logits + self.bias.float()
         scores = SCORES[self.moe.router_score_function](logits)
         probabilities = scores if self.moe.router_score_function == "softmax" else normalize(scores)
-        if self.moe.router_force_load_balancing:
-            topk_ids = self._in_turn(logits, positions())
-        else:
-            ranked = logits.detach()
-            if self.moe.uses_sinkhorn and self.training and torch.is_grad_enabled():
-                ranked = ranked + sinkhorn_bias(
-                    ranked, positions=positions(), sequence=self.sequence
-                )
-            topk_ids = self._select(ranked, scores.detach())
+        topk_ids = self.choose(
+            logits.detach(), scores.detach(), context=context, positions=positions
+        )
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
         if self.training and torch.is_grad_enabled():
             topk_weights = self._attach_losses(
@@ -198,6 +193,22 @@ class Router(StatefulModule):
         Scores much lower than the best underflow to ties; logits do not.
         """
         return self.expert_bias is None and self.moe.router_num_groups is None
+
+    def choose(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        *,
+        context: LayerContext,
+        positions: Callable[[], Tensor],
+    ) -> Tensor:
+        """[B, S, K] int64, the experts of the tokens; context and positions as of `forward`."""
+        if self.moe.router_force_load_balancing:
+            return self._in_turn(logits, positions())
+        ranked = logits
+        if self.moe.uses_sinkhorn and self.training and torch.is_grad_enabled():
+            ranked = ranked + sinkhorn_bias(ranked, positions=positions(), sequence=self.sequence)
+        return self._select(ranked, scores)
 
     def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
@@ -335,6 +346,7 @@ def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
 SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
 }
 
 

@@ -120,10 +120,12 @@ def routers_of(stage: nn.Module) -> dict[str, HasRouterState]:
     }
 
 
-def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
-    """The expert biases of a stage by their names in a checkpoint."""
-    biases = {}
+def router_tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """The expert biases of a stage, and the experts of tokens, by their names in a checkpoint."""
+    tensors = {}
     for name, router in routers_of(stage).items():
-        if router.expert_bias is not None:
-            biases[f"router/{name}.expert_bias"] = router.expert_bias
-    return biases
+        for state in ("expert_bias", "token_experts"):
+            tensor = getattr(router, state, None)
+            if tensor is not None:
+                tensors[f"router/{name}.{state}"] = tensor
+    return tensors

@@ -12,6 +12,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import Attention
 from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.block_sparse import BlockSparseAttention
+from nanotrain.model.compressed import CompressedSparse, HeavilyCompressed, WindowAttention
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SharedSelectionAttention, SparseLatentAttention
@@ -32,6 +33,9 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
     "dsa": SparseLatentAttention,
     "shared_dsa": SharedSelectionAttention,
     "block_sparse": BlockSparseAttention,
+    "sliding": WindowAttention,
+    "csa": CompressedSparse,
+    "hca": HeavilyCompressed,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "mamba2": Mamba2,

@@ -405,6 +405,7 @@ class Stage(nn.Module):
             full=full,
             windowed=windowed,
             query_scale=rotary.query_scale,
+            tokens=batch.tokens,
             segment_ids=batch.segment_ids,
             sequence_positions=context.sequence_positions,
             dropout=dropout,

@@ -34,7 +34,7 @@ from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf
 from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.interop.hf.tables import EFFECTS, read_tables
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.parity.shrink import shrink
 from nanotrain.spec.boxes import TensorBox
@@ -280,7 +280,7 @@ def _boxes(stage: Stage) -> dict[TensorBox, Tensor]:
     for local in stage.params:
         spec = local.spec
         wanted[TensorBox.full(spec.name, spec.shape)] = parameters[spec.name]
-    for name, bias in expert_biases(stage).items():
+    for name, bias in router_tensors(stage).items():
         wanted[TensorBox.full(name.removeprefix("router/"), bias.shape)] = bias
     return wanted
 

@@ -31,7 +31,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.model import DSAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model import CompressedAttentionConfig, DSAConfig, ModelConfig, MoEConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
@@ -39,6 +39,7 @@ from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.schema import ENTRIES, KEYS, flat_values, value_of, with_values
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
+from nanotrain.parity.patterns import shrink_letters, shrink_pattern
 from nanotrain.quantities import round_up
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
@@ -256,6 +257,7 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         make_vocab_size_divisible_by=_vocabulary_multiple(config),
         moe=moe,
         dsa=_shrink_dsa(model, num_layers=num_layers),
+        compressed=_shrink_compressed(model, num_layers=num_layers),
         num_kv_shared_layers=min(model.num_kv_shared_layers, num_layers - 1),
     )
     return with_sources(smaller)
@@ -266,6 +268,14 @@ def _shrink_dsa(model: ModelConfig, *, num_layers: int) -> DSAConfig | None:
     if model.dsa is None or not any(model.shared_selections):
         return model.dsa
     return replace(model.dsa, share_freq=f"[0]+[1]*{num_layers - 1}")
+
+
+def _shrink_compressed(model: ModelConfig, *, num_layers: int) -> CompressedAttentionConfig | None:
+    """The section of compressed attention with the letters of a smaller model."""
+    if model.compressed is None:
+        return None
+    letters = shrink_letters(model.compressed_pattern, num_layers=num_layers)
+    return replace(model.compressed, layer_pattern=letters)
 
 
 def with_sources(model: ModelConfig) -> ModelConfig:
@@ -300,6 +310,7 @@ def _shrink_moe(model: ModelConfig, moe: MoEConfig, *, num_layers: int) -> MoECo
     return replace(
         moe,
         layer_freq=shrink_pattern(moe.layer_freq, model.moe_layers, num_layers=num_layers),
+        hash_layers=shrink_pattern(moe.hash_layers, model.hash_layers, num_layers=num_layers),
         router_load_balancing_type=list(coeffs),
         aux_loss_coeff=list(coeffs.values()),
         divide_global_aux_loss_by_dp=False,
@@ -466,33 +477,3 @@ def _layers_between(left: int, num_stages: int, *, counted: int) -> int:
         return 0
     is_uneven = left % num_stages > 0
     return min(left, 2 * num_stages + (1 if is_uneven else 0))
-
-
-def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
-    """The pattern of fewer layers, evenly sampled, with both kinds of layers if it has both.
-
-    >>> shrink_pattern("4", (True, True, True, False) * 2, num_layers=2)
-    '[0, 1]'
-    >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, num_layers=4)
-    '[0, 1, 1, 1]'
-    >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), num_layers=4)
-    '[0, 1, 1, 1]'
-    """
-    if "[" not in text and int(text) <= num_layers:  # a frequency
-        return text
-    small = [full[layer * len(full) // num_layers] for layer in range(num_layers)]
-    for kind in set(full) - set(small):
-        small[full.index(kind) * num_layers // len(full)] = kind
-    return str(list(map(int, small)))
-
-
-def shrink_letters(text: str | None, *, num_layers: int) -> str | None:
-    """A hybrid layer pattern of fewer layers, with every kind of layer that there is room for.
-
-    >>> shrink_letters("G-G-*E*E/*E", num_layers=5)
-    'G-*EG/*E'
-    """
-    if text is None:
-        return None
-    letters, slash, mtp = text.partition("/")
-    return "".join([*dict.fromkeys(letters), *letters][:num_layers]) + slash + mtp

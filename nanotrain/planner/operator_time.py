@@ -28,6 +28,7 @@ from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.product_time import product_parts
 from nanotrain.planner.rank_clock import RankClock
 from nanotrain.planner.sparse_time import (
+    compressed_part,
     gathered_blocks_part,
     gathered_part,
     indexer_part,
@@ -36,6 +37,7 @@ from nanotrain.planner.sparse_time import (
 from nanotrain.spec.operators import (
     Activation,
     Attention,
+    CompressedAttention,
     Convolution,
     Dispatch,
     ExpertProduct,
@@ -355,6 +357,7 @@ TIMES: dict[type[Operator], Callable[[OperatorTimes, Any], Parts]] = {
     Activation: OperatorTimes.activation,
     Attention: OperatorTimes.attention,
     SparseAttention: lambda times, operator: [sparse_part(times, operator)],
+    CompressedAttention: lambda times, operator: [compressed_part(times, operator)],
     GatheredAttention: lambda times, operator: [gathered_part(times, operator)],
     GatheredBlocks: lambda times, operator: [gathered_blocks_part(times, operator)],
     Indexer: lambda times, operator: [indexer_part(times, operator)],

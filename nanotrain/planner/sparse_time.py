@@ -2,6 +2,7 @@
 
 indexer_part     index scores, the selection, and the loss of the index
 sparse_part      attention with the other keys masked (attention/sparse.py)
+compressed_part  attention to a window and to compressed keys (attention/compressed.py)
 gathered_part    attention with the selected keys gathered (attention/latent.py)
 gathered_blocks_part    attention with the selected blocks gathered (attention/block_gathered.py)
 
@@ -14,8 +15,11 @@ from math import ceil
 from nanotrain.planner.kernels import matmul_s, memory_s
 from nanotrain.planner.parts import Part
 from nanotrain.planner.rank_clock import RankClock
+from nanotrain.spec.kinds.compressed import WINDOW_ROWS
 from nanotrain.spec.kinds.dsa import BLOCK_SCORES, GATHERED_NUMEL
 from nanotrain.spec.operators import (
+    Attention,
+    CompressedAttention,
     GatheredAttention,
     GatheredBlocks,
     Indexer,
@@ -94,6 +98,30 @@ def sparse_part(clock: RankClock, operator: SparseAttention) -> Part:
     """Attention with scores of all causal pairs in fp32, and a mask."""
     length = clock.config.data.seq_length
     pairs = clock.sizes.tokens * length / 2
+    return _masked_part(clock, operator, pairs=pairs, num_blocks=_num_blocks(clock, length))
+
+
+def compressed_part(clock: RankClock, operator: CompressedAttention) -> Part:
+    """Attention with scores of the window and of all compressed keys before a query."""
+    length = operator.chunks[0].length
+    window = min(operator.window or length, length)
+    # a block of queries reads the window before its first one
+    rows = min(WINDOW_ROWS, length)
+    all_pairs = operator.batch * length * (window + rows) + operator.compressed_pairs
+    num_blocks = length // rows
+    pairs = all_pairs / clock.sizes.cp
+    return _masked_part(clock, operator, pairs=pairs, num_blocks=num_blocks)
+
+
+def _masked_part(clock: RankClock, operator: Attention, *, pairs: float, num_blocks: int) -> Part:
+    """Scores of pairs in fp32, and a mask.
+
+    Args:
+        clock: the rank.
+        operator: heads of the attention.
+        pairs: pairs of a query and a key.
+        num_blocks: blocks that are computed at once.
+    """
     heads = operator.heads
     key = operator.head_dim
     value = operator.value_head_dim
@@ -113,7 +141,6 @@ def sparse_part(clock: RankClock, operator: SparseAttention) -> Part:
         num_bytes=heads * MASKED_BACKWARD_BYTES,
         dtype="fp32",
     )
-    num_blocks = _num_blocks(clock, length)
     forward_launches, backward_launches = MASKED_LAUNCHES
     launches = (forward_launches * num_blocks, backward_launches * num_blocks, 0)
     return Part(operator.name, forward, backward, launches=launches, flops=forward_flops * pairs)

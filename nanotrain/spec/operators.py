@@ -6,6 +6,7 @@
     Norm, Rotary, Residual, Gate, Activation     elementwise operators
     Attention, Indexer           operators on pairs of tokens
     SparseAttention, GatheredAttention, GatheredBlocks    attention to selected keys
+    CompressedAttention                                   to a window and to compressed keys
     Convolution, Scan            operators that read the tokens in order
     Router, Dispatch             tokens to experts
     Lookup, Loss                 both ends of a model
@@ -241,6 +242,39 @@ class GatheredBlocks(Attention):
         channels = self.heads * (self.head_dim + self.value_head_dim)
         pairs = self.sequence_flops / (2 * channels)
         return pairs * self.kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttention(Attention):
+    """Attention to the keys of a window and to compressed keys, the others masked."""
+
+    ratio: int = 0  # tokens of a compressed key; 0: there are none
+    topk: int | None = None  # compressed keys that a query attends to at most
+
+    @property
+    def compressed_pairs(self) -> int:
+        """Pairs of a query and a compressed key before it, of all sequences and cp ranks."""
+        if not self.ratio:
+            return 0
+        length = self.chunks[0].length
+        return self.batch * length * length // (2 * self.ratio)
+
+    @property
+    def selected_pairs(self) -> int:
+        """Those that an indexer selects."""
+        if not self.ratio:
+            return 0
+        length = self.chunks[0].length
+        num_keys = length // self.ratio
+        topk = num_keys if self.topk is None else min(self.topk, num_keys)
+        doubled_pairs = topk * (2 * length - topk * self.ratio)
+        return self.batch * doubled_pairs // 2
+
+    @property
+    def sequence_flops(self) -> int:
+        """Forward FLOPs of scores and weighted sums, of the window and the selected pairs only."""
+        width = self.head_dim + self.value_head_dim
+        return super().sequence_flops + 2 * self.heads * width * self.selected_pairs
 
 
 @dataclass(frozen=True, kw_only=True)

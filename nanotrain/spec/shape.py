@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from nanotrain.config.layer_kinds import (
+    CompressedAttentionConfig,
     DSAConfig,
     LinearAttentionConfig,
     MambaConfig,
@@ -116,6 +117,8 @@ class ModelShape:
     has_score_options: bool = False  # scores are capped or dropped, or have a sink
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     dsa: DSAConfig | None = None  # sizes of the indexer of sparse attention
+    # sizes of attention to a window and to compressed keys
+    compressed: CompressedAttentionConfig | None = None
     # sizes of layers with linear_attention_type
     linear_attention: LinearAttentionConfig | None = None
     mamba: MambaConfig = MambaConfig()  # sizes of layers of Mamba-2

@@ -52,7 +52,7 @@ from nanotrain.quantities import count_of
 from nanotrain.spec.params import LocalParam
 from nanotrain.train.build import BuiltStage, build_batch_iterator, build_pipeline, build_stages
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.parts.router_balance import router_biases
+from nanotrain.train.parts.router_balance import tensors_of_routers
 from nanotrain.train.run import Run, StopRequest
 from nanotrain.train.step import global_loss
 from nanotrain.train.step_report import StepReport
@@ -185,7 +185,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
         for dp in stage.callbacks:
             is_sharded = dp.options.strategy.shard_params
             dp.fill_params(partial(fill, module=stage.module, is_sharded=is_sharded))
-    biases = router_biases({index: stage.module for index, stage in stages.items()})
+    biases = tensors_of_routers({index: stage.module for index, stage in stages.items()})
     if biases:
         model.read_params(biases)
 

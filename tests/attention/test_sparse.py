@@ -52,7 +52,7 @@ def attend(index: Index, queries: range, segment_ids: Tensor | None = None) -> T
 @pytest.mark.parametrize("num_keys", [1, 8, 19])
 def test_a_mask_comes_back_from_its_bits(num_keys: int) -> None:
     mask = torch.rand(2, 3, num_keys, generator=torch.Generator().manual_seed(0)) > 0.5
-    bits = sparse._pack_bits(mask)
+    bits = sparse.pack_bits(mask)
     assert bits.dtype == torch.uint8 and bits.shape[-1] == -(-num_keys // 8)
     tile = sparse.Tile(slice(None), slice(0, 3), slice(0, num_keys), is_masked=True)
     plan = sparse.SelectedTiles((tile,), torch.arange(3), torch.arange(num_keys), bits={0: bits})

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig, MambaConfig
+from nanotrain.config.layer_kinds import (
+    CompressedAttentionConfig,
+    DSAConfig,
+    LinearAttentionConfig,
+    MambaConfig,
+)
 from nanotrain.config.model import MLAConfig, MoEConfig, YarnConfig
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
@@ -104,6 +109,20 @@ MODELS = {
         LLAMA,
         sparse_attention_type="blocks",
         dsa=DSAConfig(n_heads=2, head_dim=8, topk=4, block_size=2, layer_freq="2"),
+    ),
+    # windows of two and three tokens; the token chooses the experts of one layer
+    "compressed keys": replace(
+        LLAMA,
+        num_layers=4,
+        num_query_groups=1,
+        kv_channels=12,
+        rotary_percent=0.5,
+        window_size=3,
+        softmax_type="learnable",
+        sparse_attention_type="compressed",
+        compressed=CompressedAttentionConfig("CHWC", 2, 3, 16, 2, 8),
+        dsa=DSAConfig(n_heads=8, head_dim=8, topk=2),
+        moe=MoEConfig(4, ffn_hidden_size=16, hash_layers="[1]+[0]*3"),
     ),
     "shared selection": replace(
         LLAMA,

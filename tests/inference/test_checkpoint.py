@@ -22,7 +22,7 @@ from nanotrain.inference.checkpoint import (
 )
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.parameters import initialize
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import Box, TensorBox
 
@@ -56,7 +56,7 @@ def write_run(
         TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data
         for spec in specs
     }
-    for index, (name, bias) in enumerate(expert_biases(stage).items()):
+    for index, (name, bias) in enumerate(router_tensors(stage).items()):
         bias.copy_(torch.tensor([9.0, -9.0, 0.0, 3.0 * index]))
         tensors[TensorBox.full(name, bias.shape)] = bias
     checkpointer = Checkpointer(
@@ -78,7 +78,7 @@ def test_expert_biases_come_back(tmp_path):
     loaded = load_stage(open_checkpoint(tmp_path))
     tokens = torch.arange(12).reshape(2, 6)
     assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
-    assert [bias.tolist() for bias in expert_biases(loaded).values()] == [
+    assert [bias.tolist() for bias in router_tensors(loaded).values()] == [
         [9, -9, 0, 0],
         [9, -9, 0, 3],
     ]

@@ -148,6 +148,36 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": "2",
         "attention_dropout": 0.2,
     },
+    # of tokens of one document; over pipelines every stage knows the tokens that choose experts
+    "compressed keys": EXPERTS
+    | {
+        "num_layers": 4,
+        "sparse_attention_type": "compressed",
+        "compressed_layer_pattern": "CHWC",
+        "compressed_sparse_ratio": 2,
+        "compressed_heavy_ratio": 4,
+        "compressed_q_lora_rank": 12,
+        "compressed_output_groups": 4,
+        "compressed_output_lora_rank": 6,
+        "window_size": 3,
+        "num_query_groups": 1,
+        "kv_channels": 12,
+        "rotary_percent": 0.5,
+        "rotary_base_local": 500.0,
+        "softmax_type": "learnable",
+        "dsa_indexer_n_heads": 3,
+        "dsa_indexer_head_dim": 8,
+        "dsa_indexer_topk": 2,
+        "dsa_indexer_loss_coeff": 1.0,
+        # smaller weights attend to all keys alike, and leave nothing to learn
+        "init_method_std": 0.2,
+        "residual_type": "mhc",
+        "residual_streams": 2,
+        "moe_hash_layers": "[0,1,0,0]",
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_enable_expert_bias": True,
+        "attention_dropout": 0.2,
+    },
     "chunks, factors of queries, norms of heads, weighted inputs of experts": EXPERTS
     | {
         "no_rope_freq": "2",

@@ -15,7 +15,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.data.batch import collate
 from nanotrain.data.build import source_names
 from nanotrain.model.context import BatchContext
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import run_ranks
@@ -94,7 +94,7 @@ def train(ctx: ParallelContext) -> None:
     run.optimizer.scale_rows = clip  # type: ignore[method-assign]
     average, biases = (
         weights_of(run),
-        {name: torch.zeros_like(bias) for name, bias in expert_biases(stage).items()},
+        {name: torch.zeros_like(bias) for name, bias in router_tensors(stage).items()},
     )
     losses = torch.zeros(2, 2, dtype=torch.float64)
     for step in range(CASE.steps):
@@ -122,7 +122,7 @@ def train(ctx: ParallelContext) -> None:
         }
         for name, weight in average.items():
             torch.testing.assert_close(stored[f"ema/{name}"], weight, msg=f"the average of {name}")
-        for name, bias in expert_biases(stage).items():
+        for name, bias in router_tensors(stage).items():
             load = torch.tensor(
                 metrics["moe"]["load"][name.removeprefix("router/").removesuffix(".expert_bias")]
             )

@@ -60,6 +60,12 @@ BLOCKS = (
 FEW_BLOCKS = BLOCKS.replace(
     "topk 32 --dsa-indexer-block-size 8", "topk 8 --dsa-indexer-block-size 4"
 )
+COMPRESSED = (
+    "--num-query-groups 1 --sparse-attention-type compressed --window-size 15 --rotary-percent 0.5 "
+    "--compressed-q-lora-rank 48 --compressed-output-groups 2 --compressed-output-lora-rank 16 "
+    "--compressed-heavy-ratio 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1 --compressed-layer-pattern"
+)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -99,6 +105,9 @@ MODELS = {
     "sparse attention": DSA,
     "selected blocks": BLOCKS,
     "gathered blocks": FEW_BLOCKS,
+    "window": f"{COMPRESSED} W --softmax-type learnable",
+    "compressed keys": f"{COMPRESSED} C",
+    "heavily compressed keys": f"{COMPRESSED} H",
     "shared selection": f"{DSA} --num-layers 2 --dsa-indexer-share-freq 2",
     "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
@@ -128,6 +137,9 @@ EXACT = {
     "sparse attention",
     "selected blocks",
     "gathered blocks",
+    "window",
+    "compressed keys",
+    "heavily compressed keys",
     "shared selection",
     "side by side",
     "side by side, one norm",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from nanotrain.config.rules import (
+    compressed,
     experts,
     graphs,
     heads,
@@ -27,6 +28,8 @@ MODEL: Rules = (
     model.check_longrope,
     model.check_sparse_attention,
     model.check_block_sparse_attention,
+    compressed.check_compressed_attention,
+    compressed.check_settings_beside_compressed,
     model.check_sparse_attention_windows,
     experts.check_one_expert_per_token,
     experts.check_group_settings,
@@ -55,6 +58,7 @@ MODEL: Rules = (
     model.check_windows,
     experts.check_expert_layers,
     experts.check_number_of_experts,
+    compressed.check_hash_layers,
     experts.check_zero_experts,
     experts.check_separate_norms,
     experts.check_shortcut,
@@ -107,6 +111,7 @@ LAYOUT: Rules = (
     layout.check_mlp_width,
     layout.check_vocabulary,
     layout.check_sequence_length,
+    compressed.check_compressed_layout,
     layout.check_attention_over_cp,
     layout.check_delta_rule_heads,
     layout.check_mamba_heads,

@@ -265,7 +265,8 @@ def check_short_convolutions(c: Settings) -> Errors:
         return
     length = c.data.seq_length
     halo_tokens = num_halo_tokens(c)
-    why = f"a short convolution sees {count_of(halo_tokens, 'token')} before its own, in one chunk"
+    reader = "attention with compressed keys" if c.model.compressed else "a short convolution"
+    why = f"{reader} sees {count_of(halo_tokens, 'token')} before its own, in one chunk"
     least = 2 * c.cp * halo_tokens
     if length < least:
         yield ConfigError(
@@ -305,7 +306,7 @@ def num_halo_tokens(c: Settings) -> int:
     for kind in c.linear_kinds.values():
         sizes = c.mamba if kind.has_mamba else c.linear
         longest = max(longest, sizes.conv_kernel_dim)
-    return longest - 1
+    return max(longest - 1, c.num_window_tokens)
 
 
 def check_axes_without_experts(c: Settings) -> Errors:

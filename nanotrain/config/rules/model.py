@@ -204,7 +204,7 @@ def check_sparse_attention_windows(c: Settings) -> Errors:
     """Sparse attention has no windows."""
     model = c.model
     kind = model.sparse_attention_type
-    if kind is None:
+    if kind is None or kind == "compressed":
         return
     if model.window_size is not None:
         yield ConfigError(
@@ -473,7 +473,8 @@ def check_windows(c: Settings) -> Errors:
             why=why,
             fix="set --window-attn-skip-freq 0 or leave --attention-chunk-size out",
         )
-    if window is not None and not any(c.model.window_layers):
+    has_compressed = c.model.sparse_attention_type == "compressed"  # every layer has the window
+    if window is not None and not has_compressed and not any(c.model.window_layers):
         yield ConfigError(
             f"no layer has the window of {window} keys",
             why=why,

@@ -12,6 +12,7 @@ from typing import Any
 from nanotrain.config.config import Config, Fp8Config
 from nanotrain.config.layer_kinds import (
     LINEAR_ATTENTION,
+    CompressedAttentionConfig,
     DSAConfig,
     LinearAttentionConfig,
     LinearAttentionKind,
@@ -64,6 +65,7 @@ class Settings:
         self.linear = model.linear_attention or LinearAttentionConfig()
         self.mamba = model.mamba
         self.dsa = model.dsa or DSAConfig()
+        self.compressed = model.compressed or CompressedAttentionConfig()
         self.mla = model.mla or MLAConfig()
         self.moe = model.moe or MoEConfig()
         self.mtp = model.mtp
@@ -148,6 +150,18 @@ class Settings:
     def has_delta_rule(self) -> bool:
         """Whether a layer is Gated DeltaNet or KDA, with key and value heads of its own."""
         return any(kind.has_delta_rule for kind in self.linear_kinds.values())
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Tokens before its own that attention with compressed keys reads at once; 0 without it."""
+        if self.model.compressed is None:
+            return 0
+        counts = [self.model.window_size or 0]
+        if "csa" in self.mixers:
+            counts.append(2 * self.compressed.sparse_ratio - 1)
+        if "hca" in self.mixers:
+            counts.append(self.compressed.heavy_ratio - 1)
+        return max(counts)
 
     @property
     def has_dense_layers(self) -> bool:

@@ -48,6 +48,7 @@ UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
     unused_model.unused_position_ids,
     unused_model.unused_residual,
     unused_model.unused_blocks,
+    unused_model.unused_with_compressed_keys,
     unused_model.unused_with_mla,
     unused_model.unused_checkpoint_args,
     unused_model.unused_expert_axes,

@@ -308,6 +308,26 @@ def unused_blocks(c: Settings) -> UnusedFields:
     )
 
 
+def unused_with_compressed_keys(c: Settings) -> UnusedFields:
+    """Settings of other indexers and windows beside compressed keys."""
+    if c.model.sparse_attention_type != "compressed":
+        return
+    yield unused(
+        "dsa_indexer_share_freq",
+        "dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_block_size",
+        "dsa_indexer_num_local_blocks",
+        "dsa_indexer_layer_freq",
+        by="sparse_attention_type",
+        why="index keys are compressed, and selected one by one in every layer C",
+    )
+    yield unused(
+        "window_attn_skip_freq",
+        by="sparse_attention_type",
+        why="compressed_layer_pattern says which layers have the window alone",
+    )
+
+
 def unused_with_mla(c: Settings) -> UnusedFields:
     """Settings of attention that multi-latent attention does not read."""
     by = "multi_latent_attention"
@@ -431,14 +451,15 @@ def unused_router(c: Settings) -> UnusedFields:
 def unused_router_scores(c: Settings) -> UnusedFields:
     """Settings of the other function of router scores."""
     by = "moe_router_score_function"
-    if c.moe.router_score_function == "sigmoid":
+    kind = c.moe.router_score_function
+    if kind != "softmax":
         yield unused(
             "moe_router_pre_softmax",
             by=by,
-            why="moe_router_score_function sigmoid computes no softmax",
+            why=f"moe_router_score_function {kind} computes no softmax",
             is_harmless=True,
         )
-    if c.moe.router_score_function == "softmax":
+    if kind == "softmax":
         yield unused(
             "moe_router_norm_epsilon",
             by=by,

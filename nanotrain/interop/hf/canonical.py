@@ -13,7 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig, MLAConfig
+from nanotrain.config.layer_kinds import (
+    CompressedAttentionConfig,
+    DSAConfig,
+    LinearAttentionConfig,
+    MLAConfig,
+)
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
@@ -89,8 +94,9 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         hybrid_layer_pattern=None if pattern is None else pattern.replace("|", ""),
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
-        moe=_canonical_moe(shape),
+        moe=_canonical_moe(model_config, shape),
         dsa=_canonical_dsa(model_config),
+        compressed=_canonical_compressed(model_config),
         mla=_canonical_mla(model_config.mla, epsilon=epsilon),
         linear_attention=_canonical_linear(model_config.linear_attention, epsilon=epsilon),
         softmax_scale=_canonical_scale(model_config, shape),
@@ -117,12 +123,16 @@ def mixed_layers(layers: Sequence[bool]) -> str:
     return "0" if all(layers) else write_layers(layers)
 
 
-def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
+def _canonical_moe(model_config: ModelConfig, shape: ModelShape) -> MoEConfig | None:
     """The expert section with explicit sizes and layers; None if no layer has experts."""
     if shape.moe is None or not any(shape.moe_layers):
         return None
-    layer_freq = write_pattern(shape.moe_layers)
-    return replace(shape.moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=layer_freq)
+    return replace(
+        shape.moe,
+        ffn_hidden_size=shape.moe_ffn_size,
+        layer_freq=write_pattern(shape.moe_layers),
+        hash_layers=write_layers(model_config.hash_layers),
+    )
 
 
 def _canonical_dsa(model_config: ModelConfig) -> DSAConfig | None:
@@ -130,6 +140,13 @@ def _canonical_dsa(model_config: ModelConfig) -> DSAConfig | None:
     if model_config.dsa is None:
         return None
     return replace(model_config.dsa, share_freq=write_layers(model_config.shared_selections))
+
+
+def _canonical_compressed(model_config: ModelConfig) -> CompressedAttentionConfig | None:
+    """The section of compressed attention with a letter per layer."""
+    if model_config.compressed is None:
+        return None
+    return replace(model_config.compressed, layer_pattern=model_config.compressed_pattern)
 
 
 def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None:

@@ -36,6 +36,7 @@ from nanotrain.interop.hf.families import (
 from nanotrain.interop.hf.folder_row import ROW_FILE
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
 from nanotrain.interop.hf.names import (
+    TOKEN_EXPERTS,
     Constant,
     constant_tensors,
     map_parameters,
@@ -173,7 +174,7 @@ class _TensorTypes:
         counts: Counter[str] = Counter()
         changed: set[str] = set()
         for parameter, mapping in contents.mappings.items():
-            if not parameter.endswith(".expert_bias"):
+            if not parameter.endswith((".expert_bias", TOKEN_EXPERTS)):
                 changed.update(mapping.tensor_shapes)
         for name in changed - self.own.keys():
             before = self.before.get(name, self.most)
@@ -225,6 +226,8 @@ def _assemble(
                 stored_dtype = dtypes.of(stored)
                 if name.endswith(".expert_bias") and stored not in dtypes.own:
                     stored_dtype = tensor.dtype  # fp32 in every checkpoint
+                if name.endswith(TOKEN_EXPERTS):
+                    stored_dtype = torch.int64
                 incomplete[stored] = torch.empty(shape, dtype=stored_dtype)
         _copy_parameter(tensor.detach(), mappings[name], targets=incomplete)
         for stored in shapes:

@@ -82,6 +82,8 @@ class Family(Layout, Naming):
     def namings(self) -> tuple[Naming, ...]:
         """The names that files may have; the first ones are written."""
         others = [replace(self, layers={**self.layers, **other}) for other in self.other_layers]
+        if self.other_ends:
+            others.insert(0, replace(self, ends={**self.ends, **self.other_ends}))
         return (self, *others)
 
 
@@ -141,17 +143,22 @@ def _build_family(row: Row) -> Family:
     row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in fixed.items()}
     row["required"] = {entry: values for entry, values in required.items() if values}
     row["parts"] = [PARTS[name] for name in row["parts"]]
+    for ends in ("ends", "other_ends"):
+        row[ends] = _build_ends(row.get(ends, {}))
     row["layers"] = _build_names(row["layers"])
     row["other_layers"] = [_build_names(table) for table in row.get("other_layers", [])]
     return Family(**row)
 
 
+def _build_ends(table: Mapping[str, Any]) -> dict[str, str | HFName]:
+    """The names of the ends of a model; one with further fields becomes an `HFName`."""
+    return {key: HFName(**name) if isinstance(name, dict) else name for key, name in table.items()}
+
+
 def _build_names(table: Mapping[str, Any]) -> dict[str, HFName]:
     """The names of the modules of a layer; one that is text has no further fields."""
-    names = {}
-    for module, name in table.items():
-        names[module] = HFName(**name) if isinstance(name, dict) else HFName(name)
-    return names
+    names = _build_ends(table)
+    return {key: HFName(name) if isinstance(name, str) else name for key, name in names.items()}
 
 
 # A model is exported as the first family that can represent it.

@@ -33,6 +33,7 @@ from nanotrain.interop.hf.families import (
 )
 from nanotrain.interop.hf.folder_row import ROW_FILE
 from nanotrain.interop.hf.names import (
+    TOKEN_EXPERTS,
     Constant,
     checkpoint_shapes,
     constant_tensors,
@@ -116,8 +117,9 @@ class WeightReader:
             target.zero_()
         if unpadded is None:
             return
+        is_whole = wanted.name.endswith(TOKEN_EXPERTS)
         for part in mapping.slices(unpadded):
-            stored = self._files.read(part.tensor, part.stored)
+            stored = self._files.read(part.tensor, part.stored, is_whole=is_whole)
             target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
 
 

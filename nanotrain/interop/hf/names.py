@@ -3,7 +3,7 @@
     HFName, Naming       the names of a family: a table in families.yaml
     map_parameters       every declared parameter of a model -> TensorMapping
     tensor_shapes        names and shapes of all tensors of a model
-    expert_bias_shapes   the expert biases of routers, which are no parameters
+    router_shapes        what routers have besides parameters: expert biases, experts of tokens
     checkpoint_shapes    all weights by their names in a checkpoint
     mtp_copies           copies of embedding and head in the layers of multi-token prediction
     constant_tensors     tensors that the files have and the model lacks
@@ -16,13 +16,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.tensor_mapping import Interleave, Shape, TensorMapping
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
+# the last part of the name of a table with the experts of every token: whole numbers in files
+TOKEN_EXPERTS = "token_experts"
 Sizes = Mapping[str, Shape]  # shapes of parameters by name
 
 
@@ -51,7 +53,9 @@ class HFName:
 class Naming:
     """The tensor names of a family."""
 
-    ends: Mapping[str, str]  # names of embedding, final norm and head
+    # names of embedding, final norm and head; those of the ends of streams are `HFName`s
+    ends: Mapping[str, Any]
+    other_ends: Mapping[str, Any] = field(default_factory=dict)  # read and never written
     layer: str  # prefix of the tensors of a layer, with {layer}
     # names relative to that prefix, by module name in a layer ("attention.query"), or with the
     # layer's kind instead of "attention" ("kda.query", "kda_norm")
@@ -75,12 +79,12 @@ class Naming:
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
     """The tensors of every parameter of a model that the family can hold, by the parameter's name.
 
-    Expert biases of routers, which are no parameters, are included.
+    What routers have besides parameters is included.
     """
     shape = ModelShape.of(model_config)
     unpadded = replace(shape, padded_vocab_size=shape.vocab_size)
     sizes = {spec.name: spec.shape for spec in declare_model(unpadded)}
-    sizes |= expert_bias_shapes(model_config)
+    sizes |= router_shapes(model_config)
     mappings = {}
     for name in sizes:
         parameter = _split_name(name, naming=naming, shape=shape)
@@ -96,19 +100,23 @@ def tensor_shapes(mappings: Mapping[str, TensorMapping]) -> dict[str, Shape]:
     return shapes
 
 
-def expert_bias_shapes(model_config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of the expert biases of routers, by their names behind "router/" in a checkpoint."""
+def router_shapes(model_config: ModelConfig) -> dict[str, Shape]:
+    """Shapes of what routers have besides parameters, by names behind "router/" in a checkpoint."""
     moe = model_config.moe
-    if moe is None or not moe.router_enable_expert_bias:
+    if moe is None:
         return {}
     shape = ModelShape.of(model_config)
     blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
     for depth, layer in enumerate(shape.mtp_layers):
         blocks[layer] = f"mtp.{depth}.block"
+    hashed = [layer for layer, is_hashed in enumerate(model_config.hash_layers) if is_hashed]
     shapes: dict[str, Shape] = {}
     for layer, block in blocks.items():
-        if shape.has_experts(layer):
-            shapes[f"{block}.mlp.router.expert_bias"] = (moe.num_choices,)
+        router = f"{block}.mlp.router"
+        if layer in hashed:
+            shapes[f"{router}.{TOKEN_EXPERTS}"] = (shape.vocab_size, moe.router_topk)
+        elif shape.has_experts(layer) and moe.router_enable_expert_bias:
+            shapes[f"{router}.expert_bias"] = (moe.num_choices,)
     return shapes
 
 
@@ -117,7 +125,7 @@ def checkpoint_shapes(model_config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for spec in declare_model(ModelShape.of(model_config)):
         shapes[f"model/{spec.name}"] = spec.shape
-    for name, shape in expert_bias_shapes(model_config).items():
+    for name, shape in router_shapes(model_config).items():
         shapes[f"router/{name}"] = shape
     return shapes
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.deepseek_v4 import DEEPSEEK_V4_PARTS
 from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
 from nanotrain.interop.hf.laguna import LAGUNA_PARTS
@@ -150,6 +151,7 @@ PARTS: dict[str, Part] = {
     "embedding_width": Part(_read_embedding_width, _write_embedding_width),
     "hyperclovax": Part(_read_hyperclovax, _write_hyperclovax),
     "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
+    **DEEPSEEK_V4_PARTS,
     **EXPERT_PARTS,
     **GEMMA4_PARTS,
     **LAGUNA_PARTS,

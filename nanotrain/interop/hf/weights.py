@@ -167,13 +167,20 @@ class WeightFiles:
                 dtypes[name] = FLOATS[stored]
         return dtypes
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, *, is_whole: bool = False) -> Tensor:
         """One box of a tensor, on the CPU, in the file's dtype; fp8 weights in fp32.
+
+        Args:
+            name: name of the tensor.
+            box: the box.
+            is_whole: whether the tensor has whole numbers.
 
         Raises:
             HuggingFaceError: integers, fp8 without factors, or values that are not finite.
         """
         values: Tensor = self._tensors[name][box.slices()]
+        if is_whole and values.dtype in (torch.int32, torch.int64):
+            return values
         if not values.is_floating_point():
             fix = "give a folder with weights in fp32, bf16 or fp16"
             what = f"{name} is stored as {values.dtype}"

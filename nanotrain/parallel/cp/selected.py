@@ -102,7 +102,7 @@ class SelectedAttention:
             else:
                 key, index_key = self._all_gather(key, index_key)
             index = index.with_key(index_key[:, :, 0])
-        calls = _plan_calls(mask, query)
+        calls = plan_calls(mask, query)
         queries = query.chunk(len(calls), dim=1)
         outputs = []
         for i, call in enumerate(calls):
@@ -132,7 +132,7 @@ class SelectedAttention:
         return full
 
 
-def _plan_calls(
+def plan_calls(
     mask: AttentionCall | tuple[AttentionCall, ...] | None, query: Tensor
 ) -> tuple[AttentionCall, ...]:
     """The attention calls of a mask, one per local chunk; without a mask, one causal call."""

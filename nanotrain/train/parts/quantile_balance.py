@@ -34,7 +34,8 @@ class QuantileBalance(StepPart):
         for stage in model.stages.values():
             for name, router in routers_of(stage).items():
                 assert isinstance(router, Router)
-                if f"{name}.weight" not in frozen:
+                is_balanced = router.required_bias is not None
+                if is_balanced and f"{name}.weight" not in frozen:
                     self._routers.append(router)
 
     @staticmethod

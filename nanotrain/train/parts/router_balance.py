@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
+from nanotrain.model.router_stats import SCALARS, HasRouterState, router_tensors, routers_of
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update
 from nanotrain.plan.plan import Plan
@@ -77,7 +77,7 @@ class RouterBalance(StepPart):
         return {"moe": entries}
 
     def tensors(self) -> dict[TensorBox, Tensor]:
-        return router_biases(self._stages)
+        return tensors_of_routers(self._stages)
 
 
 def router_names(plan: Plan) -> Iterator[str]:
@@ -133,10 +133,10 @@ def router_metrics(sums: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, Tensor]:
-    """The expert biases of this rank's routers, replicated over all ranks of a stage."""
-    biases = {}
+def tensors_of_routers(stages: Mapping[int, Stage]) -> dict[TensorBox, Tensor]:
+    """Expert biases and experts of tokens of this rank's routers, alike on all ranks of a stage."""
+    tensors = {}
     for stage in stages.values():
-        for name, bias in expert_biases(stage).items():
-            biases[TensorBox.full(name, bias.shape)] = bias
-    return biases
+        for name, tensor in router_tensors(stage).items():
+            tensors[TensorBox.full(name, tensor.shape)] = tensor
+    return tensors

@@ -36,7 +36,7 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.trained_sets import TrainedSets
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepParts
-from nanotrain.train.parts.router_balance import router_biases
+from nanotrain.train.parts.router_balance import tensors_of_routers
 from nanotrain.train.run import TrainState
 from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
 
@@ -171,7 +171,7 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
     config = model.config
     state = model.optimizer.state_tensors()
     tensors = {box: tensor for box, tensor in state.items() if box.name.startswith("model/")}
-    tensors |= router_biases(model.stages)
+    tensors |= tensors_of_routers(model.stages)
     wanted = {}
     for box, tensor in tensors.items():
         wanted[replace(box, name=box.name.partition("/")[2])] = tensor

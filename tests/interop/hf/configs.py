@@ -437,6 +437,15 @@ CONFIGS |= {
     for name, (family, fields) in LLAMA_LIKE.items()
 }
 CONFIGS |= SIDE_BY_SIDE
+CONFIGS |= {
+    "deepseek_v4": ("DeepseekV4", hybrid_shapes.DEEPSEEK_V4),
+    "deepseek_v4-yarn": (
+        "DeepseekV4",
+        hybrid_shapes.DEEPSEEK_V4
+        | {"rope_parameters": YARN, "tie_word_embeddings": True, "layer_types": None}
+        | {"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]},
+    ),
+}
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
 FP64_FAMILIES = (
@@ -452,6 +461,7 @@ FP64_FAMILIES = (
     "nanochat",
     "mimo_v2_flash",
     "longcat_flash",
+    "deepseek_v4",
 )
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
 # not with YaRN, whose angles are in fp32

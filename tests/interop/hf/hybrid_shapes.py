@@ -165,3 +165,39 @@ GLM4_MOE = {
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
 }
+
+# every kind of attention and of experts; windows of tokens that end inside of a sequence
+DEEPSEEK_V4 = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.0,
+    "sliding_window": 6,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 5,
+    # so many index heads that no score is exactly 0
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 128,
+    "vocab_size": 131,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}

@@ -7,12 +7,14 @@ import transformers
 
 from nanotrain.interop.hf.families import model_from_hf
 from nanotrain.interop.hf.import_weights import import_weights
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
 from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS, EXPERT_BIASES
 from tests.interop.hf.llama_like import ARCHITECTURES
 from tests.model.building import give_storage
+
+TOKEN_EXPERTS = "tid2eid"  # buffers with the experts of every token
 
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
@@ -29,6 +31,10 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, table in model.named_buffers():
+            if name.endswith(TOKEN_EXPERTS):
+                drawn = torch.rand(len(table), config.n_routed_experts)
+                table.copy_(drawn.topk(table.shape[1]).indices)
         for experts in (each for each in model.modules() if hasattr(each, "zero_expert_num")):
             experts.gate_up_proj[experts.num_routed_experts :] = 0  # nothing reads these weights
     return model.eval()
@@ -60,7 +66,7 @@ def load(folder: Path) -> Stage:
 
 def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
     """The expert biases of the routers."""
-    return {name.removeprefix("router/"): bias for name, bias in expert_biases(stage).items()}
+    return {name.removeprefix("router/"): bias for name, bias in router_tensors(stage).items()}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -68,6 +74,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     biases = {
         name: buffer
         for name, buffer in model.named_buffers()
-        if name.endswith((*EXPERT_BIASES, "layer_scalar"))
+        if name.endswith((*EXPERT_BIASES, TOKEN_EXPERTS, "layer_scalar"))
     }
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases

@@ -56,12 +56,15 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(
             "rope_parameters", FAMILIES["cwm"].defaults["rope_parameters_of_none"]
         )
     if model.position_embedding_type == "yarn":
-        actual = back.rope_parameters.get("full_attention", back.rope_parameters)
-        expected = (
-            {**FAMILIES["gpt_oss"].defaults["rope_parameters_of_none"], "rope_theta": 150000.0}
-            if family == "GptOss"
-            else YARN
-        )
+        layered = back.rope_parameters.get("compress", back.rope_parameters)
+        actual = layered.get("full_attention", layered)
+        expected = {
+            "GptOss": {
+                **FAMILIES["gpt_oss"].defaults["rope_parameters_of_none"],
+                "rope_theta": 150000.0,
+            },
+            "DeepseekV4": YARN | {"rope_theta": 160000.0},
+        }.get(family, YARN)
         assert expected.items() <= actual.items()
 
 

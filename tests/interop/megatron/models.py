@@ -11,7 +11,7 @@ from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.layer_kinds import MambaConfig
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.config.schema import to_dict
-from nanotrain.interop.hf.names import expert_bias_shapes
+from nanotrain.interop.hf.names import router_shapes
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
@@ -77,7 +77,7 @@ def write_checkpoint(
     generator = torch.Generator().manual_seed(7)
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    for name, size in expert_bias_shapes(model_config).items():
+    for name, size in router_shapes(model_config).items():
         sizes[f"router/{name}"] = size
     values = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     boxes = {TensorBox.full(name, value.shape): value for name, value in values.items()}

@@ -43,8 +43,8 @@ def shape_of(name: str) -> ModelShape:
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is multiplied: a bias, also one per expert, is not."""
-    return len(spec.shape) >= 2 and not spec.name.endswith(".bias")
+    """Whether a parameter is multiplied: a bias, also one per expert or token, is not."""
+    return len(spec.shape) >= 2 and not spec.name.endswith("bias")
 
 
 def local_name(name: str) -> str:
@@ -144,6 +144,10 @@ def test_flops_are_those_that_torch_counts_in_the_module() -> None:
         if any(is_gathered):  # whose up-projections are batches of one product per head
             in_attention = found["aten.bmm"] - pair_flops(listed[name])
             of_products += in_attention
+        # batches of one product per group of heads
+        grouped = sum(each.flops for each in listed[name] if each.name == "output_down")
+        assert found["aten.bmm"] >= grouped and (name != "window" or found["aten.bmm"] == grouped)
+        of_products += grouped
         assert of_products == product_flops(listed[name]), name
         scans = [operator for operator in listed[name] if isinstance(operator, Scan)]
         if scans:

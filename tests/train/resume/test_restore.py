@@ -19,7 +19,7 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
-from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.router_stats import router_tensors
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.resume.restore import changed_decay, changed_settings, restore
 from nanotrain.train.resume.rollback import roll_back
@@ -351,16 +351,16 @@ def test_every_load_begins_with_the_expert_biases_of_the_checkpoint(
     folder = tmp_path / "run"
     with small_run(folder, *EXPERTS, *SAVES) as run:
         train(run, CheckpointHook())
-        biases = {name: bias.clone() for name, bias in expert_biases(run.stages[0]).items()}
+        biases = {name: bias.clone() for name, bias in router_tensors(run.stages[0]).items()}
     assert biases and all(len(bias.unique()) > 1 for bias in biases.values())
     elsewhere = [str(tmp_path / "other"), "--load", str(folder), *flags] if flags else [str(folder)]
     with small_run(Path(elsewhere[0]), *EXPERTS, *elsewhere[1:]) as loaded:
-        found = expert_biases(loaded.stages[0])
+        found = router_tensors(loaded.stages[0])
         assert found.keys() == biases.keys()
         for name, bias in biases.items():
             assert torch.equal(found[name], bias), name
         # and goes on from there: each bias moves by the rate or not at all
         train_step(loaded, loaded.batch_iterator.next())
         for name, bias in biases.items():
-            moved = (expert_biases(loaded.stages[0])[name] - bias).abs()
+            moved = (router_tensors(loaded.stages[0])[name] - bias).abs()
             assert moved.max() == 0.25 and set(moved.tolist()) <= {0.0, 0.25}, name
