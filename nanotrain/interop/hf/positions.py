@@ -166,7 +166,7 @@ def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
         reject("rope_type of sliding_attention", local["rope_type"], instead="default")
     values = read_rope(raw | {"rope_parameters": full}, has_partial=has_partial)
     fraction = values["rotary_percent"]
-    local_fraction = local.get("partial_rotary_factor", fraction)
+    local_fraction: Any = local.get("partial_rotary_factor", fraction)
     if has_partial:
         values["window_rotary_percent"] = float(local_fraction)
     elif local_fraction != fraction:
