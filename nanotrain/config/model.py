@@ -365,6 +365,8 @@ class ModelConfig(ModelFields):
         if moe is None or moe.num_experts is None:
             return (False,) * self.num_layers
         layers = read_layer_pattern("moe_hash_layers", moe.hash_layers, num_layers=self.num_layers)
+        if not any(layers):
+            return layers
         pairs = zip(layers, self.moe_layers, strict=True)
         return tuple(is_hashed and has_experts for is_hashed, has_experts in pairs)
 
