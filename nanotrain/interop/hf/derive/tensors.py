@@ -91,6 +91,10 @@ def read_table(shapes: Mapping[str, Shape], *, num_layers: int | None) -> Tensor
     return TensorTable(f"{prefix}.{{layer}}", ends, layers, num_later_layers=len(later))
 
 
+# parts of attention whose modules have the names of those of attention itself
+IN_ATTENTION = ("attention.indexer", "attention.compressor")
+
+
 @dataclass(frozen=True)
 class ModuleName:
     """The modules that a tensor holds, and how; `HFName` has the same fields."""
@@ -169,7 +173,7 @@ def last_part(name: str) -> str:
 
 def context_of_module(module: str) -> str:
     """The part of a layer that a module belongs to: "attention", "mlp.shared", "norm"."""
-    for context in ("mlp.experts", "mlp.shared", "mlp.router", "mlp.activation"):
+    for context in (*IN_ATTENTION, "mlp.experts", "mlp.shared", "mlp.router", "mlp.activation"):
         if module.startswith(context + ".") or module == context:
             return context
     if module.endswith("_norm") and "." not in module:
@@ -182,6 +186,9 @@ def context_of_stem(stem: str) -> str:
     parts = stem.split(".")
     if len(parts) == 1 and NORM.search(stem):
         return "norm"
+    for context in IN_ATTENTION:
+        if last_part(context) in parts[:-1]:
+            return context
     if any(ATTENTION.search(part) and not NORM.search(part) for part in parts[:-1]):
         return "attention"
     if any(SHARED.search(part) for part in parts[:-1]):
