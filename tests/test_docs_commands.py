@@ -38,6 +38,7 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain audit": "tests/cli/test_audit.py",
     "nanotrain card": "tests/cli/test_card.py",
     "nanotrain checkpoint": "tests/laws/test_object_storage.py",  # of addresses
+    "$ nanotrain checkpoint import-dcp": "tests/interop/dcp",
     "nanotrain data": "tests/cli/test_data.py",
     "nanotrain dry-run": "tests/dry_run",
     "nanotrain plan": "tests/cli/test_plan.py",
@@ -60,7 +61,7 @@ NAMED = re.compile(r"(make|python|sh|sbatch|scripts/\w+|mkdir|printf)\b")
 COMMAND = re.compile(
     r"(\$ )?(nanotrain|torchrun|make|python|pip|git|sbatch|scripts/|mkdir|printf|tensorboard) ?\S.*"
 )
-OPTIONED = re.compile(r"(?!without |taken again )[a-z][\w./-]* ([^|>]* )?--[a-z][\w-]*( .*|=.*)?")
+OPTIONED = re.compile(r"(?!without |taken again |in no tensor, )[a-z][\w./-]* ([^|>]* )?--[a-z][\w-]*( .*|=.*)?")
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 32 --train-iters 1"
 SMALL += " --global-batch-size 2 --eval-interval 0 --generate-tokens 0 --no-report"
 

@@ -64,7 +64,6 @@ def test_rotary_positions_have_the_precedence_of_transformers(
         ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
-        ({"model_type": "phi3", "original_max_position_embeddings": 8}, "original_max_position"),
     ],
 )
 def test_an_entry_that_nobody_reads_is_refused_by_name(entries: dict[str, Any], named: str) -> None:

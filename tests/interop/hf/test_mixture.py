@@ -119,9 +119,9 @@ def test_only_the_experts_that_a_rank_holds_are_read(tmp_path: Path) -> None:
     model = model_from_hf(tmp_path)
     read: Counter[str] = Counter()
 
-    def count(files: WeightFiles, name: str, box: Box) -> torch.Tensor:
+    def count(files: WeightFiles, name: str, box: Box, *, is_whole: bool) -> torch.Tensor:
         read[name] += box.numel
-        return real(files, name, box)
+        return real(files, name, box, is_whole=is_whole)
 
     real = WeightFiles.read
     # Given experts 2 and 3 of 4, and of each the second half of its 48 rows.

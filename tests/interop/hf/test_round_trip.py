@@ -92,6 +92,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # both names.
 SAVED = {
     "kimi_linear": (r"block_sparse_moe\.(?=gate_proj|up_proj|down_proj)", "mlp."),
+    "deepseek_v4": (r"^head\.", "lm_head."),
     "olmo_hybrid": (r"(layers\.3\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
 }
 

@@ -109,10 +109,10 @@ def test_no_file_of_the_product_calls_a_reader_of_pickles() -> None:
     sources = list(Path(nanotrain.__file__).parent.rglob("*.py"))
     assert len(sources) > 200
     calling = {path.name: path for path in sources if readers.search(path.read_text())}
-    assert calling.keys() == {"pickles.py", "tensors.py"}  # of Megatron-LM's checkpoints
+    assert calling.keys() == {"pickles.py", "tensors.py"}  # of torch's checkpoints
     for path in calling.values():
         text = path.read_text()
-        assert path.parent.name == "megatron"
+        assert path.parent.name == "dcp"
         assert len(readers.findall(text)) == text.count("weights_only=True")
 
 
