@@ -8,11 +8,14 @@ second start from the same step takes it.
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nanotrain.checkpoint.store import is_megatron, step_entries
 from nanotrain.config.config import Config
 from nanotrain.config.schema import with_values
+from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.folder import find_step_folder
 from nanotrain.interop.megatron.import_run import import_megatron, open_megatron
 from nanotrain.log import get_logger
@@ -45,7 +48,9 @@ def with_imported_start(config: Config, folder: RunFolder) -> Config:
         else:
             target.parent.mkdir(exist_ok=True)
             log.info("--load %s: a checkpoint of Megatron-LM is imported first", source)
-            for line in import_megatron(step, target, optim=optim).splitlines():
+            with cures_of_trainer():
+                lines = import_megatron(step, target, optim=optim)
+            for line in lines.splitlines():
                 log.info("%s", line)
     if optim:
         log.info("the samples are those of this run's corpora, in nanotrain's order")
@@ -76,7 +81,18 @@ def check_megatron_source(config: Config, source: Path) -> None:
     Raises:
         CheckpointError: it cannot.
     """
-    open_megatron(source, optim=takes_optim(config))
+    with cures_of_trainer():
+        open_megatron(source, optim=takes_optim(config))
+
+
+@contextmanager
+def cures_of_trainer() -> Iterator[None]:
+    """Errors of the import name the trainer's flag for weights alone."""
+    try:
+        yield
+    except CheckpointError as error:
+        fix = error.fix.replace("--no-optim", "--no-load-optim")
+        raise CheckpointError(error.what, why=error.why, fix=fix) from None
 
 
 def takes_optim(config: Config) -> bool:

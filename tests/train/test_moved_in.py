@@ -10,10 +10,12 @@ import torch
 from nanotrain.cli.main import main
 from nanotrain.config.config import Config
 from nanotrain.config.schema import with_values
+from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.runs.folder import RunFolder
-from nanotrain.train.moved_in import find_megatron_source, import_name
+from nanotrain.train.moved_in import check_megatron_source, find_megatron_source, import_name
 from tests.harness import run_ranks
+from tests.interop.megatron.legacy_files import FILE, RANK, write_legacy
 from tests.interop.megatron.models import LLAMA, write_checkpoint
 from tests.interop.megatron.training import CASES, arguments_of
 from tests.laws.command_line import run_command_lines, steps_of
@@ -67,6 +69,19 @@ def test_a_broken_folder_is_one_message(
     error = capsys.readouterr().err
     assert error.count("error:") == 1 and "takes a step, or release" in error
     assert not (tmp_path / "runs" / "imported").exists()
+
+
+def test_an_error_names_the_flag_of_the_trainer(megatron: Path, tmp_path: Path) -> None:
+    step = megatron / "iter_0000003"
+    arguments = vars(arguments_of(CASES["dp_reshardable"], samples=24))
+    named = arguments | {"vocab_size": 40, "qk_layernorm": True}
+    files = write_legacy(step, tmp_path / "files", arguments=named)
+    file = files / "iter_0000003" / RANK / FILE
+    torch.save(torch.load(file, weights_only=False) | {"opt_param_scheduler": [3]}, file)
+    config = with_values(Config(), {"checkpoint.load": str(files)})
+    with pytest.raises(CheckpointError, match="weights alone, with --no-load-optim"):
+        check_megatron_source(config, files)
+    check_megatron_source(with_values(config, {"checkpoint.load_optim": False}), files)
 
 
 def test_the_own_checkpoints_of_a_run_come_first(megatron: Path, tmp_path: Path) -> None:
