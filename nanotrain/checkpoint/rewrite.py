@@ -79,7 +79,12 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
 
 
 def write_checkpoint(
-    output: Path, shapes: Shapes, *, read: Callable[[ChunkWrite], torch.Tensor], manifest: Manifest
+    output: Path,
+    shapes: Shapes,
+    *,
+    read: Callable[[ChunkWrite], torch.Tensor],
+    manifest: Manifest,
+    files: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a checkpoint of one shard.
 
@@ -88,10 +93,11 @@ def write_checkpoint(
         shapes: shape and dtype of every tensor by name.
         read: the values of a chunk, called on several threads.
         manifest: step, objects, config and topology.
+        files: texts of further files by name.
 
     Raises:
         CheckpointError: `output` has files.
-        EnvironmentFault: it cannot be written.
+        EnvironmentFault: it cannot be written; nothing is left there.
     """
     tensors = {}
     nbytes = 0
@@ -100,6 +106,8 @@ def write_checkpoint(
         tensors[TensorBox.full(name, shape)] = tensor
         nbytes += tensor.nbytes
     with export_folder(output, nbytes=nbytes) as folder:
+        for name, text in (files or {}).items():
+            (folder / name).write_bytes(text.encode("utf-8", "backslashreplace"))
         shard = write_shard(folder / shard_name(0, 1), tensors, manifest=manifest, read=read)
         commit.write_manifest(folder, to_json(commit.merge_shards(manifest, [shard])))
     return output

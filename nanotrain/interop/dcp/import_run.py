@@ -19,7 +19,6 @@ from nanotrain.checkpoint.rewrite import Shapes, write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
 from nanotrain.config.command_line import CommandLine
 from nanotrain.config.config import Config
-from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.model import ImportedModel, find_model
@@ -39,15 +38,14 @@ from nanotrain.interop.dcp.tensors import TorchDistFolder
 from nanotrain.interop.hf.import_weights import describe_differences
 from nanotrain.interop.hf.names import checkpoint_shapes, tensor_shapes
 from nanotrain.interop.hf.tensor_mapping import TensorMapping
+from nanotrain.interop.imported import CONSTANT_SCALE, counters_of, files_of
 from nanotrain.log import progress
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
 
 WEIGHTS = "model/"  # beginning of the names of parameters
 BIASES = "router/"  # and of the expert biases of routers
 STATE = "optimizer/"
-CONFIG_FILE = "config.yaml"  # in the folder: the settings of the run, a valid +config
 
 
 @dataclass(frozen=True)
@@ -130,12 +128,13 @@ def import_dcp(
         config=to_dict(opened.config),
         topology={},
     )
-    write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest)
-    write_text(output / CONFIG_FILE, to_yaml(opened.config))
     tensors = count_of(len(opened.mappings), "tensor")
     dtypes = describe_dtypes(opened)
     lines = [f"{output}: {tensors} in fp32, from {folder.folder} (tensors there: {dtypes})"]
-    return "\n".join([*lines, *describe(opened)])
+    lines += describe(opened)
+    files = files_of(opened.config, lines)
+    write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest, files=files)
+    return "\n".join(lines)
 
 
 def open_run(
@@ -219,24 +218,13 @@ def is_bias(name: str) -> bool:
 
 def objects_of(config: Config, counters: Counters) -> dict[str, Any]:
     """The counters of the run, as a save of ours has them."""
-    samples = counters.consumed_samples
-    return {
-        "train": {
-            "step": counters.step,
-            "consumed_samples": samples,
-            "consumed_tokens": samples * config.data.seq_length,
-            "curve_batch_size": config.train.global_batch_size or config.train.micro_batch_size,
-        },
-        "optimizer": {
-            "num_updates": counters.num_updates,
-            "loss_scale": {
-                "scale": 1.0,
-                "is_dynamic": False,
-                "clean_steps": 0,
-                "overflows_left": 1,
-            },
-        },
-    }
+    return counters_of(
+        config,
+        step=counters.step,
+        samples=counters.consumed_samples,
+        num_updates=counters.num_updates,
+        loss_scale=CONSTANT_SCALE,
+    )
 
 
 def describe_dtypes(opened: ImportedRun) -> str:

@@ -19,8 +19,9 @@ from nanotrain.config.config import Config
 from nanotrain.config.schema import KEYS, typed, value_of
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.stored import StoredRun
+from nanotrain.interop.imported import number_of
 from nanotrain.quantities import count_of
-from nanotrain.untrusted import finite_number, shown, whole_number
+from nanotrain.untrusted import finite_number, shown
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIELDS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -213,7 +214,7 @@ def read_counters(run: StoredRun, *, batch_size: int | None, seq_length: int | N
     try:
         num_updates = updates_of(run)
         step = run.value(*STEPS, *(f"app.{name}" for name in STEPS))
-        step = num_updates if step is None else whole(step, "step")
+        step = num_updates if step is None else number_of(step, "step")
         samples, notes = samples_of(run, step, batch_size=batch_size, seq_length=seq_length)
     except ValueError as error:
         raise CheckpointError(
@@ -230,7 +231,7 @@ def updates_of(run: StoredRun) -> int:
     Raises:
         ValueError: they have different ones, or none.
     """
-    updates = {whole(run.read_value(key), "step") for key in run.states["step"].values()}
+    updates = {number_of(run.read_value(key), "step") for key in run.states["step"].values()}
     if len(updates) != 1:
         raise ValueError(f"parameters have different numbers of updates: {sorted(updates)[:5]}")
     return updates.pop()
@@ -249,18 +250,9 @@ def samples_of(
             "--global-batch-size of the run counts them"
         ]
     # every rank counts its own tokens, and the checkpoint has those of one
-    ranks = whole(run.value("dataloader.world_size") or 1, "world_size of dataloader")
-    samples = whole(tokens, "ntokens_seen") * ranks // seq_length
+    ranks = number_of(run.value("dataloader.world_size") or 1, "world_size of dataloader")
+    samples = number_of(tokens, "ntokens_seen") * ranks // seq_length
     return samples, [
         f"consumed samples: {samples:,}, from {tokens:,} tokens of a rank, "
         f"{count_of(ranks, 'data-parallel rank')} and --seq-length {seq_length}"
     ]
-
-
-def whole(value: Any, field: str) -> int:
-    """A whole number, which may be in a tensor or a float."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return whole_number(value, field)

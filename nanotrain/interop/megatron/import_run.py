@@ -18,10 +18,10 @@ from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.rewrite import Shapes, write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
 from nanotrain.config.config import Config
-from nanotrain.config.load import to_yaml
 from nanotrain.config.schema import to_dict, with_values
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TensorFolder, TorchDistFolder
+from nanotrain.interop.imported import CONSTANT_SCALE, counters_of, files_of, number_of
 from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments, literal_text
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
@@ -37,18 +37,15 @@ from nanotrain.interop.megatron.optimizer_state import (
     Counters,
     State,
     find_state,
-    number_of,
     read_counters,
 )
 from nanotrain.interop.megatron.placement import Placement, embedding_rows
 from nanotrain.log import progress
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import write_text
 from nanotrain.untrusted import finite_number, plain_text, whole_number
 
 WEIGHTS = "model/"  # beginning of the names of main parameters
 STATE = "optimizer/"
-CONFIG_FILE = "config.yaml"  # in the folder: the settings of the run, a valid +config
 
 
 @dataclass(frozen=True)
@@ -112,11 +109,16 @@ def import_megatron(path: Path, output: Path, *, optim: bool = True) -> str:
         config=to_dict(opened.imported.config),
         topology={},
     )
-    write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest)
-    write_text(output / CONFIG_FILE, to_yaml(opened.imported.config))
     num_weights = len(opened.placement.sizes)
     lines = [f"{output}: {count_of(num_weights, 'tensor')} in fp32, from {opened.folder}"]
     lines += describe(opened)
+    write_checkpoint(
+        output,
+        opened.shapes,
+        read=opened.read,
+        manifest=manifest,
+        files=files_of(opened.imported.config, lines),
+    )
     return "\n".join(lines)
 
 
@@ -212,25 +214,18 @@ def warmup_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 
 def objects_of(opened: MegatronCheckpoint) -> dict[str, Any]:
     """The counters of the run, as a save of ours has them."""
-    config = opened.imported.config
-    samples = consumed_samples(opened)
-    batch_size = config.train.global_batch_size or config.train.micro_batch_size
-    counters = opened.counters
-    scale = counters.loss_scale or {
-        "scale": config.precision.loss_scale or 1.0,
-        "is_dynamic": False,
-        "clean_steps": 0,
-        "overflows_left": config.precision.hysteresis,
+    precision = opened.imported.config.precision
+    constant = CONSTANT_SCALE | {
+        "scale": precision.loss_scale or 1.0,
+        "overflows_left": precision.hysteresis,
     }
-    return {
-        "train": {
-            "step": opened.common.step,
-            "consumed_samples": samples,
-            "consumed_tokens": samples * config.data.seq_length,
-            "curve_batch_size": batch_size,
-        },
-        "optimizer": {"num_updates": counters.num_updates, "loss_scale": scale},
-    }
+    return counters_of(
+        opened.imported.config,
+        step=opened.common.step,
+        samples=consumed_samples(opened),
+        num_updates=opened.counters.num_updates,
+        loss_scale=opened.counters.loss_scale or constant,
+    )
 
 
 def consumed_samples(opened: MegatronCheckpoint) -> int:

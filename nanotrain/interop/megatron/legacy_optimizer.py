@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from nanotrain.interop.dcp.pickles import attributes_of
+from nanotrain.interop.imported import number_of
 from nanotrain.interop.megatron.optimizer_state import (
     MAIN_KEYS,
     MOMENTS,
-    number_of,
     optimizer_states,
 )
 from nanotrain.quantities import count_of

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TensorFolder
+from nanotrain.interop.imported import number_of, plain_number
 from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
 from nanotrain.interop.megatron.flattened import is_flattened, read_flattened
 from nanotrain.interop.megatron.folder import CommonState
@@ -215,23 +216,6 @@ def steps_of(state: Mapping[str, Any]) -> set[int]:
             if isinstance(group, dict) and group.get("step") is not None:
                 steps.add(number_of(group["step"], "step"))
     return steps
-
-
-def plain_number(value: Any, name: str) -> Any:
-    """The value of a tensor with one element; other values as they are."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{name} is a tensor of {value.numel():,} values, it must have one")
-    return value.item()
-
-
-def number_of(value: Any, name: str, *, low: int = 0) -> int:
-    """A whole number of at least `low`, which may be in a tensor or a float."""
-    value = plain_number(value, name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return whole_number(value, name, low=low)
 
 
 def loss_scale_of(scaler: Any) -> dict[str, Any]:
