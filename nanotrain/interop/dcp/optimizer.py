@@ -231,7 +231,10 @@ def updates_of(run: StoredRun) -> int:
     Raises:
         ValueError: they have different ones, or none.
     """
-    updates = {number_of(run.read_value(key), "step") for key in run.states["step"].values()}
+    steps = run.states.get("step", {})
+    if not steps:
+        raise ValueError("no parameter has a number of updates (step)")
+    updates = {number_of(run.read_value(key), "step") for key in steps.values()}
     if len(updates) != 1:
         raise ValueError(f"parameters have different numbers of updates: {sorted(updates)[:5]}")
     return updates.pop()

@@ -48,6 +48,17 @@ def test_counters(tmp_path: Path) -> None:
     assert "consumed samples: not stored" in lines_of(tmp_path / "none", state)
 
 
+def test_no_number_of_updates_is_an_error(tmp_path: Path) -> None:
+    """As of fused optimizers, which count in their groups."""
+    state = {
+        name: value
+        for name, value in state_of("titan_llama").items()
+        if not (name.startswith("optimizer.state.") and name.endswith(".step"))
+    }
+    with pytest.raises(CheckpointError, match="no parameter has a number of updates"):
+        open_state(tmp_path, state)
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     opened = open_state(tmp_path, state_of("titan_llama"), optim=False)
     assert opened.counters is None and not opened.state
