@@ -117,7 +117,8 @@ def import_dcp(
     """
     folder = TorchDistFolder(find_step_folder(path))
     if is_own(folder):
-        return read_own(folder, output, line=line)
+        options = options_of(line, model_folder=model_folder, optim=optim)
+        return read_own(folder, output, options=options)
     opened = open_run(StoredRun(folder), line=line, model_folder=model_folder, optim=optim)
     counters = opened.counters
     manifest = Manifest(
@@ -135,6 +136,16 @@ def import_dcp(
     files = files_of(opened.config, lines)
     write_checkpoint(output, opened.shapes, read=opened.read, manifest=manifest, files=files)
     return "\n".join(lines)
+
+
+def options_of(line: CommandLine, *, model_folder: Path | None, optim: bool) -> list[str]:
+    """What the user asks for, by the names of settings and flags."""
+    options = sorted([*line.explicit, *line.choices])
+    if model_folder is not None:
+        options.append("--model-config")
+    if not optim:
+        options.append("--no-optim")
+    return options
 
 
 def open_run(

@@ -1,6 +1,6 @@
 """Read back what `export_dcp` wrote: the same tensors, counters and configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from nanotrain.checkpoint.manifest import Manifest, plain_json
 from nanotrain.checkpoint.rewrite import write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
-from nanotrain.config.command_line import CommandLine
 from nanotrain.config.schema import with_current_keys
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.interop.dcp.pickles import unreadable_file
@@ -28,16 +27,21 @@ def is_own(folder: TorchDistFolder) -> bool:
     return has_weights and folder.objects.keys() == set(OBJECTS)
 
 
-def read_own(folder: TorchDistFolder, output: Path, *, line: CommandLine) -> str:
+def read_own(folder: TorchDistFolder, output: Path, *, options: Sequence[str]) -> str:
     """Write a folder of `export_dcp` as the checkpoint that it was; returns a summary line.
+
+    Args:
+        folder: the folder.
+        output: the folder to write; must not exist or be empty.
+        options: what the user asks for; nothing has an effect.
 
     Raises:
         CheckpointError: it is damaged, or `output` has files.
         ConfigError: settings, which would have no effect.
     """
-    if line.explicit or line.choices:
+    if options:
         raise ConfigError(
-            "settings have no effect here",
+            f"settings have no effect here: {', '.join(options)}",
             why=f"nanotrain wrote {folder.folder}, with the configuration of its run",
             fix="leave them out",
         )

@@ -40,6 +40,10 @@ def test_the_same_tensors_counters_and_configuration(
     assert read.keys() == values.keys()
     for name, value in values.items():
         assert read[name].dtype == value.dtype and torch.equal(read[name], value), name
-    words = [str(tmp_path / "export-dcp"), str(tmp_path / "other"), "--num-layers", "3"]
-    assert main(["checkpoint", "import-dcp", *words]) == 2
-    assert "settings have no effect" in capsys.readouterr().err
+    words = ["checkpoint", "import-dcp", str(tmp_path / "export-dcp"), str(tmp_path / "other")]
+    options = ([["--num-layers", "3"], "num_layers"], [["--no-optim"], "--no-optim"])
+    for option, name in (*options, [["--model-config", str(tmp_path)], "--model-config"]):
+        assert main([*words, *option]) == 2
+        error = capsys.readouterr().err
+        assert "settings have no effect here" in error and name in error
+        assert not (tmp_path / "other").exists()
