@@ -14,6 +14,7 @@ runs/<name>/
   averages/          step-00000100/, the mean of the last checkpoints, if asked for
   tokenizer/         all files of the tokenizer
   data/              the quick-start corpus, if it is used
+  imported/          checkpoints of Megatron-LM from which the run began
   profile/, tensorboard/, wandb/   if enabled
 """
 

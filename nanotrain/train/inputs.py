@@ -183,7 +183,8 @@ def check_local_files(loaded: Loaded) -> None:
     folder = RunFolder.of(loaded.config)
     config = _own_checkpoints_first(loaded.config, folder)
     is_start_known = not _may_go_on_from_storage(config, folder)
-    if is_start_known:
+    source = find_megatron_source(config, folder) if is_start_known else None
+    if is_start_known and source is None:
         _require_weights(config, folder)
     data = config.data
     for entry in named_corpora(data):
@@ -201,7 +202,6 @@ def check_local_files(loaded: Loaded) -> None:
         _find_tokenizer(data, config.train)
     pretrained = config.checkpoint.pretrained_checkpoint
     load = config.checkpoint.load if is_start_known else None
-    source = find_megatron_source(config, folder) if is_start_known else None
     if source is not None:
         check_megatron_source(config, source)
         return  # the ranks import it, and compare the model

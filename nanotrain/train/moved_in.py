@@ -15,7 +15,8 @@ from pathlib import Path
 from nanotrain.checkpoint.store import is_megatron, step_entries
 from nanotrain.config.config import Config
 from nanotrain.config.schema import with_values
-from nanotrain.errors import CheckpointError
+from nanotrain.errors import CheckpointError, NanotrainError
+from nanotrain.interop.imported import LINES_FILE
 from nanotrain.interop.megatron.folder import find_step_folder
 from nanotrain.interop.megatron.import_run import import_megatron, open_megatron
 from nanotrain.log import get_logger
@@ -26,6 +27,8 @@ from nanotrain.train.file_lock import file_lock
 log = get_logger(__name__)
 
 IMPORTED = "imported"  # in the run folder
+# files of a step; the run folder may be the same one
+STEP_FILES = ("metadata.json", "common.pt", ".metadata", "*.distcp", "mp_rank_*/*.pt")
 
 
 def with_imported_start(config: Config, folder: RunFolder) -> Config:
@@ -42,22 +45,39 @@ def with_imported_start(config: Config, folder: RunFolder) -> Config:
     optim = takes_optim(config)
     target = folder.path / IMPORTED / import_name(step, optim=optim)
     folder.require_writable(probes=False)
+    what = "it was imported before"
+    if not target.is_dir():
+        what = "a checkpoint of Megatron-LM is imported first"
+    log.info("--load %s: %s", source, what)
     with file_lock(folder.path / ".importing", "import the checkpoint of Megatron-LM"):
-        if target.is_dir():
-            log.info("--load %s: it was imported before, as %s", source, target)
-        else:
-            target.parent.mkdir(exist_ok=True)
-            log.info("--load %s: a checkpoint of Megatron-LM is imported first", source)
-            with cures_of_trainer():
-                lines = import_megatron(step, target, optim=optim)
-            for line in lines.splitlines():
-                log.info("%s", line)
+        if not target.is_dir():
+            import_step(step, target, optim=optim)
+    # here, since the first rank alone logs, and another one may have imported
+    lines = target / LINES_FILE
+    for line in lines.read_text("utf-8").splitlines() if lines.is_file() else []:
+        log.info("%s", line)
     if optim:
         log.info("the samples are those of this run's corpora, in nanotrain's order")
     # what Megatron-LM read of its corpora is unknown here
     return with_values(
         config, {"checkpoint.load": str(target), "checkpoint.allow_data_changes": True}
     )
+
+
+def import_step(step: Path, target: Path, *, optim: bool) -> None:
+    """Import a step, unless another machine does so at the same time and is first.
+
+    File locks of some shared file systems hold on one machine only.
+
+    Raises:
+        CheckpointError, EnvironmentFault: as `with_imported_start`.
+    """
+    try:
+        with cures_of_trainer():
+            import_megatron(step, target, optim=optim)
+    except NanotrainError:
+        if not target.is_dir():
+            raise
 
 
 def find_megatron_source(config: Config, folder: RunFolder) -> Path | None:
@@ -103,6 +123,10 @@ def takes_optim(config: Config) -> bool:
 def import_name(step: Path, *, optim: bool) -> str:
     """The name of an imported step: another one for other files, or without optimizer state."""
     facts = [str(step.resolve()), str(optim)]
-    for file in sorted(step.iterdir()):
-        facts.append(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}")
+    files: list[Path] = []
+    for pattern in STEP_FILES:
+        files += step.glob(pattern)
+    for file in sorted(files):
+        status = file.stat()
+        facts.append(f"{file.relative_to(step)} {status.st_size} {status.st_mtime_ns}")
     return f"{step.name}-{zlib.crc32(chr(10).join(facts).encode()):08x}"

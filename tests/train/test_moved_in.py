@@ -9,10 +9,13 @@ import torch
 
 from nanotrain.cli.main import main
 from nanotrain.config.config import Config
+from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.runs.folder import RunFolder
+from nanotrain.train import moved_in
+from nanotrain.train.inputs import check_local_files
 from nanotrain.train.moved_in import check_megatron_source, find_megatron_source, import_name
 from tests.harness import run_ranks
 from tests.interop.megatron.legacy_files import FILE, RANK, write_legacy
@@ -99,9 +102,71 @@ def test_the_own_checkpoints_of_a_run_come_first(megatron: Path, tmp_path: Path)
     assert find_megatron_source(config, own) is None
 
 
-def test_another_step_or_other_weights_are_imported_anew(megatron: Path) -> None:
+def test_another_step_or_other_weights_are_imported_anew(megatron: Path, tmp_path: Path) -> None:
     step = megatron / "iter_0000003"
     name = import_name(step, optim=True)
     assert name == import_name(step, optim=True) != import_name(step, optim=False)
+    (step / ".importing").touch()  # the run folder may be the same one
+    assert import_name(step, optim=True) == name
+    (step / ".importing").unlink()
     (step / "metadata.json").touch()
     assert import_name(step, optim=True) != name
+    rank = tmp_path / RANK
+    rank.mkdir()
+    (rank / FILE).write_bytes(b"old")
+    before = import_name(tmp_path, optim=True)
+    (rank / FILE).write_bytes(b"a new save of the same step")  # the folder stays as it is
+    assert import_name(tmp_path, optim=True) != before
+
+
+def weights_of(megatron: Path, run_dir: Path) -> tuple[Config, RunFolder]:
+    values = {"checkpoint.load": str(megatron), "checkpoint.load_optim": False}
+    config = with_values(Config(), values | {"train.run_dir": str(run_dir)})
+    return config, RunFolder.of(config)
+
+
+def test_every_start_says_what_was_imported(
+    megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank alone logs, and often waits for another one that imports."""
+    texts: list[str] = []
+    monkeypatch.setattr(moved_in.log, "info", lambda text, *words: texts.append(text % words))
+    config, folder = weights_of(megatron, tmp_path / "run")
+    started = moved_in.with_imported_start(config, folder)
+    first = list(texts)
+    texts.clear()
+    assert moved_in.with_imported_start(config, folder) == started
+    assert "is imported first" in first[0] and "was imported before" in texts[0]
+    assert first[1:] == texts[1:] and any("optimizer: none" in text for text in texts)
+
+
+def test_another_machine_that_is_first_is_no_error(
+    megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File locks of some shared file systems hold on one machine only."""
+    imported = moved_in.import_megatron
+
+    def import_behind_another(step: Path, target: Path, *, optim: bool) -> str:
+        imported(step, target, optim=optim)
+        return imported(step, target, optim=optim)
+
+    monkeypatch.setattr(moved_in, "import_megatron", import_behind_another)
+    config, folder = weights_of(megatron, tmp_path / "run")
+    started = moved_in.with_imported_start(config, folder)
+    assert started.checkpoint.load is not None and Path(started.checkpoint.load).is_dir()
+    (megatron / "iter_0000003" / "metadata.json").touch()
+    monkeypatch.setattr(moved_in, "import_megatron", fail)
+    with pytest.raises(CheckpointError, match="a chunk is damaged"):
+        moved_in.with_imported_start(config, folder)
+    assert len(list((tmp_path / "run" / "imported").iterdir())) == 1
+
+
+def fail(*_: object, **__: object) -> str:
+    raise CheckpointError("a chunk is damaged", why="", fix="")
+
+
+def test_a_fine_tuning_may_go_on_from_the_folder_that_it_saves_in(megatron: Path) -> None:
+    """Its weights are those of Megatron-LM until it has checkpoints of its own."""
+    words = ["--sft", "--use-checkpoint-args", "--save", str(megatron), "--load", str(megatron)]
+    words += ["--data-path", str(megatron.parent / "tokens"), "--split", "1,0,0"]
+    check_local_files(load([*words, "--train-iters", "2", "--no-load-optim"]))
