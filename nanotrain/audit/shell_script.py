@@ -27,6 +27,7 @@ MAX_DEPTH = 8  # functions and scripts within each other
 MAX_BLOCKS = 50  # within each other
 MAX_COMMANDS = 20_000
 SEPARATORS = ("\n", ";", "&&", "||", "|", "&")
+TESTS = ("[", "[[", "test")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 SILENT = ("echo", "printf", "cat", "read", "set", "shift", "unset", "exit", "return", "trap", ":")
 
@@ -50,6 +51,41 @@ class Script:
         """Add a note once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+@dataclass
+class Chain:
+    """Commands that are joined with && and ||."""
+
+    holds: bool | None = True  # the commands so far; None: not known, which counts as false
+    runs: bool = True  # whether the next command does
+    goes_on: bool = False  # whether && or || was the last word
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the last command was skipped for a test that is not known."""
+        return not self.runs and self.holds is None
+
+    def add(self, status: bool | None) -> None:
+        """Add a command, with whether it held if it ran."""
+        if self.runs:
+            self.holds = status
+        self.goes_on = False
+
+    def separate(self, separator: str) -> None:
+        """Go on behind a separator.
+
+        >>> chain = Chain(holds=False)
+        >>> chain.separate("&&")
+        >>> chain.runs
+        False
+        """
+        if separator == "|" or (separator == "\n" and self.goes_on):
+            return
+        self.goes_on = separator in ("&&", "||")
+        if not self.goes_on:
+            self.holds = True
+        self.runs = (self.holds is True) == (separator != "||")
 
 
 def read_script(text: str, *, variables: Mapping[str, str]) -> Script:
@@ -80,6 +116,7 @@ class Reader:
         self.depth = depth
         self.at = 0
         self.nesting = 0  # blocks around the current command
+        self.status: bool | None = True  # whether the last command held; None: not known
         self.functions: dict[str, Sequence[Token]] = {}
 
     def run(self) -> None:
@@ -104,14 +141,21 @@ class Reader:
             until: keywords that end the block.
             is_active: whether the commands would run.
         """
+        chain = Chain()
         while self.at < len(self.tokens):
             keyword = self.keyword()
             if keyword in until or (keyword in (")", ";;") and not until):
                 return
             if keyword in SEPARATORS:
                 self.at += 1
-            else:
-                self.statement(keyword, is_active=is_active)
+                chain.separate(keyword)
+                continue
+            start = self.at
+            self.status = True
+            self.statement(keyword, is_active=is_active and chain.runs)
+            chain.add(self.status)
+            if is_active and chain.is_unknown:
+                self.note_skipped("a command that depends on what is not known", start)
 
     def statement(self, keyword: str, *, is_active: bool) -> None:
         """Follow one command or one block."""
@@ -140,6 +184,7 @@ class Reader:
             words = self.simple_command()
             if is_active:
                 self.execute(words)
+                self.status = self.test(words) if self.begins_test(words) else True
 
     def count_command(self) -> None:
         """Count a command.
@@ -233,12 +278,17 @@ class Reader:
         is_negated = bool(texts) and texts[0] == "!"
         if is_negated:
             texts = texts[1:]
-        if len(texts) < 2 or texts[0] not in ("[", "[[", "test"):
+        if len(texts) < 2 or texts[0] not in TESTS:
             return None
         value = truth_of(texts[1:] if texts[0] == "test" else texts[1:-1])
         if is_negated and value is not None:
             return not value
         return value
+
+    def begins_test(self, words: Sequence[Word]) -> bool:
+        """Whether a command is a test; others count as successful."""
+        plain = [word.plain for word in words[:2] if word.plain != "!"]
+        return bool(plain) and plain[0] in TESTS
 
     def follow_case(self, *, is_active: bool) -> None:
         """Follow the first branch of a `case` whose pattern fits."""

@@ -63,6 +63,32 @@ def test_loops_and_unknown_conditions_are_left_out_and_named():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[ "$M" = debug ] && A=2', "1"),
+        ('[ "$M" = full ] && A=2', "2"),
+        ("[[ $M == debug ]] && A=2 || A=3", "3"),
+        ("[ $M = debug ] &&\n  A=2", "1"),
+        ("[ $M = full ] || A=2", "1"),
+        ("! [ $M = full ] && A=2", "1"),
+        ("[ $M = debug ] && { A=2; A=4; }", "1"),
+        ("[ $M = debug ] && echo x | A=2; A=3", "3"),
+        ("cd /x && A=2", "2"),
+        ("cd /x || A=2", "1"),
+        ('[ -z "$N" ] && A=2', "2"),
+    ],
+)
+def test_commands_joined_with_and_and_or(text, expected):
+    assert arguments(f"M=full\nA=1\n{text}\npython p.py $A") == [expected]
+
+
+def test_a_command_behind_an_unknown_test_is_left_out_and_named():
+    script = read_script('[ -f x ] && A="--bf16"; python p.py --a 1', variables={})
+    assert script.notes == ["a command that depends on what is not known is left out, with --bf16"]
+    assert "A" not in script.variables
+
+
+@pytest.mark.parametrize(
     "text",
     [
         'CMD="python p.py $A"; eval $CMD',
