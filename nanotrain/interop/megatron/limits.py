@@ -79,6 +79,7 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "window_rotary_percent": model.window_rotary_percent is not None,
         "learned_position_offset": model.learned_position_offset > 0,
         "moe_num_zero_experts": moe.num_zero_experts > 0,
+        "moe_hash_layers": any(model.hash_layers),
         "moe_shared_expert_average": moe.shared_expert_average,
         "moe_output_norm": moe.output_norm,
         "moe_separate_norms": moe.separate_norms,
