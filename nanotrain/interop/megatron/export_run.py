@@ -186,6 +186,7 @@ def export_megatron(
     export = plan_export(path, dtype=dtype, optim=optim, options=options or StateOptions())
     step = export.manifest.step
     name = f"iter_{step:07d}" if step else "release"
+    lines = describe(export)
     with torch_export(output, nbytes=export.nbytes) as parent:
         folder = parent / name
         writer = _AliasWriter(folder, aliases=export.aliases)
@@ -195,7 +196,7 @@ def export_megatron(
         (parent / TRACKER).write_text(str(step) if step else name)
     num_tensors = len({chunk.key for chunk in export.weights})
     what = f"{num_tensors} tensors of step {step}, {dtype}, from {export.source}"
-    return "\n".join([f"{output / name}: {what}", *describe(export)])
+    return "\n".join([f"{output / name}: {what}", *lines])
 
 
 def plan_export(path: Path, *, dtype: str, optim: bool, options: StateOptions) -> MegatronExport:

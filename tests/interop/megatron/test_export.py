@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron import export_run
 from nanotrain.interop.megatron.export import check_model, plan_chunks
 from nanotrain.interop.megatron.export_run import export_megatron
 from nanotrain.spec.parameters import declare_model
@@ -75,6 +76,21 @@ def fused_qkv(
 
 def stacked(ours: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack([ours[f"layers.0.{name}"], ours[f"layers.1.{name}"]])
+
+
+def test_an_export_without_its_lines_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be described has been refused by the import."""
+
+    def refuse(_: object) -> list[str]:
+        raise CheckpointError("an argument that no run has", why="", fix="")
+
+    write_checkpoint(tmp_path / "run", LLAMA)
+    monkeypatch.setattr(export_run, "describe", refuse)
+    with pytest.raises(CheckpointError):
+        export_megatron(tmp_path / "run", tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
 
 
 def test_llama(tmp_path: Path) -> None:
