@@ -42,7 +42,9 @@ class Buckets:
         if arguments.get("overlap_grad_reduce"):
             if arguments.get("ddp_num_buckets"):
                 raise ValueError("ddp_num_buckets is set, and buckets of a known size are read")
-            num_ranks = whole_number(arguments.get("data_parallel_size") or 1, "data_parallel_size")
+            num_ranks = 1  # gradients are reduced over data and context parallelism
+            for name in ("data_parallel_size", "context_parallel_size"):
+                num_ranks *= whole_number(arguments.get(name) or 1, name)
             default = max(40_000_000, 1_000_000 * num_ranks)
             size = whole_number(arguments.get("ddp_bucket_size") or default, "ddp_bucket_size")
         if arguments.get("overlap_param_gather_with_optimizer_step"):

@@ -39,6 +39,13 @@ def test_positions(bucket_size: int | None, shared: str | None, starts: list[int
     assert [member.name for member in members] == list(reversed(SIZES))
 
 
+def test_buckets_grow_with_the_ranks_that_reduce_gradients() -> None:
+    arguments = {"overlap_grad_reduce": True, "data_parallel_size": 16, "context_parallel_size": 4}
+    assert Buckets.from_arguments(arguments, pp=1, is_tied=False).size == 64_000_000
+    few = arguments | {"context_parallel_size": 1}
+    assert Buckets.from_arguments(few, pp=1, is_tied=False).size == 40_000_000
+
+
 def buffers(numel: int) -> dict[str, torch.Tensor]:
     values = torch.arange(float(numel))
     return {"param": values, "exp_avg": values * 10, "exp_avg_sq": values * 100}
