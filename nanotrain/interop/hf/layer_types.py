@@ -11,8 +11,6 @@ kimi_linear         KDA in place of MLA in some layers, in entries of two kinds
 bailing_layers      Ling 3: the same with bounded decays
 dsa                 an indexer in every layer
 shared_dsa          GLM-5.2: an indexer in some layers, whose selection the next ones read
-
-
 minimax_m3          an indexer of blocks in some layers
 """
 
