@@ -32,6 +32,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FORMATS = "metadata.json"
 COMMON = "common.pt"
 RANKS = "mp_rank_*"  # folders of model-parallel ranks in the format `torch`
+RANK_FILE = "model_optim_rng.pt"  # in each of them
 MAX_TEXT_BYTES = 1 << 16
 FIX = "name a folder of --save of Megatron-LM, or one iter_NNNNNNN of it"
 
@@ -101,17 +102,25 @@ def require_torch_dist(folder: Path) -> None:
 
 
 def read_common_state(folder: Path) -> CommonState:
-    """The common state of a step.
+    """The common state of a step; in the format `torch`, that in the file of its first rank.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     file = folder / COMMON
-    state = load_archive(file, shown=str(file))
+    files = rank_files(folder)
+    if files:
+        file = files[0]
+    state = load_archive(file, shown=str(file), is_mapped=bool(files))
     try:
         return common_state_of(state)
     except ValueError as error:
         raise unreadable_file(str(file), str(error)) from None
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of model-parallel ranks in the folder of a step, in the format `torch`."""
+    return sorted(folder.glob(f"{RANKS}/{RANK_FILE}"))
 
 
 def common_state_of(state: Any) -> CommonState:

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from nanotrain.interop.dcp.pickles import load_archive, unreadable_file
 from nanotrain.interop.dcp.tensors import Extent, StoredTensor
-from nanotrain.interop.megatron.folder import CommonState, common_state_of
+from nanotrain.interop.megatron.folder import RANK_FILE, CommonState, common_state_of, rank_files
 from nanotrain.interop.megatron.legacy_buffers import Buckets, add_buffers
 from nanotrain.interop.megatron.legacy_optimizer import rank_state
 from nanotrain.interop.megatron.names import TABLES
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import object_of, shown, whole_number
 
-FILE = "model_optim_rng.pt"
 DISTRIBUTED = "distrib_optim.pt"
 FOLDER_NAME = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
@@ -97,7 +96,7 @@ def size_of(arguments: Mapping[str, Any], name: str) -> int:
 
 def is_legacy(folder: Path) -> bool:
     """Whether the folder of a step has files of model-parallel ranks."""
-    return any(folder.glob(f"mp_rank_*/{FILE}"))
+    return bool(rank_files(folder))
 
 
 class LegacyFolder:
@@ -160,7 +159,9 @@ class LegacyFolder:
             match = FOLDER_NAME.fullmatch(path.name)
             if match is not None:
                 paths[tuple(int(number) for number in match.groups() if number is not None)] = path
-        first = load_file(next(iter(paths.values())) / FILE)
+        if not paths:
+            raise ValueError("it has no folder mp_rank_NN of a rank")
+        first = load_file(next(iter(paths.values())) / RANK_FILE)
         self.common: CommonState = common_state_of(first)
         self.sizes = Sizes.from_arguments(self.common.arguments)
         for rank in all_ranks(self.sizes):
@@ -172,7 +173,7 @@ class LegacyFolder:
             if tuple(numbers) not in paths:
                 raise ValueError(f"it has no file of {rank}")
             path = paths.pop(tuple(numbers))
-            self._files[rank] = load_file(path / FILE)
+            self._files[rank] = load_file(path / RANK_FILE)
             buffers = path / DISTRIBUTED
             if buffers.exists():
                 content = load_archive(buffers, shown=str(buffers), is_mapped=True)
@@ -223,6 +224,7 @@ class LegacyFolder:
             expert_rank: rank of its experts; other weights are those of rank 0.
         """
         num_layers = 0
+        num_local = count_experts(shards[0])
         for name in shards[0]:
             match = LAYER.fullmatch(name)
             key = name
@@ -230,7 +232,7 @@ class LegacyFolder:
                 layer = int(match[1])
                 num_layers = max(num_layers, layer + 1)
                 key = f"decoder.layers.{layer + offset}.{match[2]}"
-            key, is_expert = expert_key(key, rank=expert_rank, num_local=count_experts(shards[0]))
+            key, is_expert = expert_key(key, rank=expert_rank, num_local=num_local)
             if expert_rank and not is_expert:
                 continue
             if name == "output_layer.weight" and self.sizes.is_tied:
@@ -361,5 +363,5 @@ def stored_tensor(key: str, pieces: Sequence[Piece]) -> StoredTensor:
     if len(dtypes) != 1:
         raise ValueError(f"the shards of {shown(key)} have different data types")
     shape = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
-    chunks = tuple((piece.box, Extent(FILE, 0, 0)) for piece in pieces)
+    chunks = tuple((piece.box, Extent(RANK_FILE, 0, 0)) for piece in pieces)
     return StoredTensor(shape, dtypes.pop(), chunks)

@@ -6,7 +6,7 @@ That all layouts have the state of `torch_dist` is held by `test_import_run.py`.
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.cli.main import main
 from nanotrain.errors import CheckpointError
+from nanotrain.interop.megatron import legacy
 from nanotrain.interop.megatron.export_run import export_megatron
+from nanotrain.interop.megatron.folder import read_common_state
 from nanotrain.interop.megatron.import_run import import_megatron
 from nanotrain.interop.megatron.legacy import (
     LegacyFolder,
@@ -57,6 +59,36 @@ def test_weights_and_moments_are_found(sound: Path, tmp_path: Path) -> None:
         own = name.removeprefix("model/")
         assert torch.equal(values[f"optimizer/exp_avg/{own}"], values[name] * 10)
         assert torch.equal(values[f"optimizer/exp_avg_sq/{own}"], values[name] * 100)
+
+
+def test_stored_arguments_are_those_of_the_first_rank(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = read_common_state(sound / "iter_0000003").arguments
+    assert arguments == LegacyFolder(sound / "iter_0000003").common.arguments
+    assert arguments["num_layers"] == LLAMA.num_layers
+    assert main(["audit", str(sound)]) == 0
+    assert "script" in capsys.readouterr().out
+
+
+def test_a_folder_of_no_rank_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_first").mkdir()
+    (tmp_path / "mp_rank_first" / FILE).touch()
+    with pytest.raises(CheckpointError, match="no folder mp_rank_NN"):
+        LegacyFolder(tmp_path)
+
+
+def test_many_experts_are_counted_once(monkeypatch: pytest.MonkeyPatch, sound: Path) -> None:
+    """Counting looks at every tensor: for each of 10,000 it would take minutes."""
+    calls: list[int] = []
+
+    def count(names: Mapping[str, Any]) -> int:
+        calls.append(len(names))
+        return count_experts(names)
+
+    monkeypatch.setattr(legacy, "count_experts", count)
+    LegacyFolder(sound / "iter_0000003")
+    assert len(calls) == 1
 
 
 def test_shards_are_boxes_of_a_tensor() -> None:
