@@ -213,6 +213,8 @@ def notes(config: Config, arguments: Mapping[str, Any]) -> list[str]:
             f"the embedding has {rows:,} rows for {config.model.vocab_size:,} tokens; the loss of "
             "Megatron-LM is over the logits of the padding too"
         )
+    if config.optim.apply_wd_to_all_params:
+        lines.append("biases and norms decay here (apply_wd_to_all_params), not in Megatron-LM")
     lost = lost_settings(config, dict(arguments))
     if lost:
         lines.append(f"the import would read other values of {', '.join(lost)}")

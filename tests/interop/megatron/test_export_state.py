@@ -17,6 +17,7 @@ from nanotrain.interop.megatron.export_state import (
     StateOptions,
     aliases,
     left_out,
+    notes,
     plan_state,
     require_state,
     run_state,
@@ -105,6 +106,15 @@ def test_all_obstacles_are_one_error() -> None:
     with pytest.raises(CheckpointError, match="state of muon.*decoupled_lr.*frozen") as error:
         require_state(config, manifest)
     assert "--no-optim" in str(error.value)
+
+
+def test_what_megatron_lm_would_compute_in_another_way_is_said() -> None:
+    for decays_vectors in (False, True):
+        config = config_of(LLAMA, apply_wd_to_all_params=decays_vectors)
+        config = replace(config, data=replace(config.data, seq_length=12))
+        state = run_state(config, manifest_of(config, *MOMENTS), options=StateOptions())
+        lines = "\n".join(notes(config, vars(state["args"])))
+        assert ("biases and norms decay here" in lines) is decays_vectors
 
 
 def test_every_weight_needs_its_moments() -> None:
