@@ -61,7 +61,9 @@ NAMED = re.compile(r"(make|python|sh|sbatch|scripts/\w+|mkdir|printf)\b")
 COMMAND = re.compile(
     r"(\$ )?(nanotrain|torchrun|make|python|pip|git|sbatch|scripts/|mkdir|printf|tensorboard) ?\S.*"
 )
-OPTIONED = re.compile(r"(?!without |taken again |in no tensor, )[a-z][\w./-]* ([^|>]* )?--[a-z][\w-]*( .*|=.*)?")
+OPTIONED = re.compile(
+    r"(?!without |taken again |in no tensor, )[a-z][\w./-]* ([^|>]* )?--[a-z][\w-]*( .*|=.*)?"
+)
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 32 --train-iters 1"
 SMALL += " --global-batch-size 2 --eval-interval 0 --generate-tokens 0 --no-report"
 
