@@ -13,6 +13,7 @@ from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.export_run import export_megatron
+from nanotrain.interop.megatron.import_run import import_megatron
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train import moved_in
 from nanotrain.train.inputs import check_local_files
@@ -144,7 +145,7 @@ def test_another_machine_that_is_first_is_no_error(
     megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """File locks of some shared file systems hold on one machine only."""
-    imported = moved_in.import_megatron
+    imported = import_megatron
 
     def import_behind_another(step: Path, target: Path, *, optim: bool) -> str:
         imported(step, target, optim=optim)
