@@ -17,6 +17,7 @@ from nanotrain.model.dsa import IndexerDivergence
 from nanotrain.optim.distributed import Update
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.parts.part import BuiltModel, StepPart
+from nanotrain.train.parts.since_logged import SinceLogged
 
 
 class MTPLosses(StepPart):
@@ -72,16 +73,16 @@ class MTPLosses(StepPart):
         return {"mtp_losses": list(numbers)}
 
 
-class IndexerLoss(StepPart):
+class IndexerLoss(SinceLogged):
     """Mean divergence of indexers over layers and tokens since the last logged step, unscaled."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._device = model.context.device
-        self._sums: list[Tensor] = []
+        self.collected: list[Tensor] = []
         for stage in model.stages.values():
             for module in stage.modules():
                 if isinstance(module, IndexerDivergence):
-                    self._sums.append(module.sums)
+                    self.collected.append(module.sums)
 
     @staticmethod
     def is_enabled(model: BuiltModel) -> bool:
@@ -93,7 +94,7 @@ class IndexerLoss(StepPart):
             return None
         # every tp rank counts all tokens; with heads of an index, the divergences of its heads
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for sums in self._sums:
+        for sums in self.collected:
             total += sums
             sums.zero_()
         return total
@@ -103,7 +104,7 @@ class IndexerLoss(StepPart):
         return {"dsa_indexer_loss": divergence / max(num_tokens, 1.0)}
 
 
-class SourceLosses(StepPart):
+class SourceLosses(SinceLogged):
     """The mean loss on each corpus since the last logged step."""
 
     def __init__(self, model: BuiltModel) -> None:
@@ -112,6 +113,7 @@ class SourceLosses(StepPart):
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=model.context.device
         )
+        self.collected = [self._sums]
         for stage in model.stages.values():
             if stage.head is not None:
                 # the head adds to the sums in the forward passes of training

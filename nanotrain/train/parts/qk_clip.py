@@ -31,6 +31,7 @@ from nanotrain.optim.distributed import Update
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.shape import ModelShape
 from nanotrain.train.parts.part import BuiltModel, StepPart
+from nanotrain.train.parts.since_logged import SinceLogged
 
 
 class QKClip(StepPart):
@@ -59,12 +60,14 @@ class QKClip(StepPart):
         return sums
 
 
-class MaxAttentionLogit(StepPart):
+class MaxAttentionLogit(SinceLogged):
     """The largest attention logit."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._stages = model.stages
         self._context = model.context
+        self.collected: list[Tensor] = []  # a peak of every layer
+        for stage in model.stages.values():
+            self.collected += [logits.peak for logits in logits_of(stage).values()]
 
     @staticmethod
     def is_enabled(model: BuiltModel) -> bool:
@@ -74,10 +77,9 @@ class MaxAttentionLogit(StepPart):
         if not is_logged:
             return sums
         largest = torch.full((1,), -torch.inf, device=self._context.device)
-        for stage in self._stages.values():
-            for logits in logits_of(stage).values():
-                largest = torch.maximum(largest, logits.peak)
-                logits.peak.fill_(-torch.inf)
+        for peak in self.collected:
+            largest = torch.maximum(largest, peak)
+            peak.fill_(-torch.inf)
         all_reduce(largest, self._context.groups["world"], op="max")
         return largest
 

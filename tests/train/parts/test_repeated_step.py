@@ -10,7 +10,16 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.parts import repeated_step
 from nanotrain.train.step import train_step_with_repeats
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.worlds import Case, build_here, held_weights, micro_batch_size, train_steps
+from tests.laws.test_sparse_attention import DSA
+from tests.laws.worlds import (
+    GLOBAL_BATCH,
+    Case,
+    build_here,
+    held_weights,
+    micro_batch_size,
+    train_steps,
+)
+from tests.train.parts.test_losses import read_blend
 
 STEPS = 2
 Weights = dict[Any, torch.Tensor]
@@ -105,3 +114,41 @@ def test_a_fault_that_repeats_skips_the_step() -> None:
 
 def test_without_the_setting_no_step_waits_for_the_host() -> None:
     assert "repeated_step" not in run_ranks(1, names_of_parts, Case(1), shares=True)[0]
+
+
+SPARSE = Case(STEPS).but(
+    model=DSA,
+    train={
+        "rerun_mode": "validate_results",
+        "micro_batch_size": GLOBAL_BATCH,
+        "log_max_attention_logit": True,
+    },
+)
+
+
+def logged_with_fault(ctx: ParallelContext, faulty: int | None) -> dict[str, Any]:
+    """The metrics of the last step, which alone is logged; NaN in one pass of the first layer."""
+    run = build_here(ctx, SPARSE)
+    read_blend(ctx, run)
+    passes = iter(range(1000))
+
+    def spoil(module: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.nan if next(passes) == faulty else hidden
+
+    dict(run.stages[0].named_modules())["layers.0"].register_forward_hook(spoil)
+    metrics: dict[str, Any] = {}
+    for step in range(STEPS):
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        is_last = step + 1 == STEPS
+        metrics = train_step_with_repeats(run, batch, is_logged=is_last).metrics
+    return metrics
+
+
+@pytest.mark.parametrize("faulty", range(STEPS), ids=["before the logged step", "in it"])
+def test_what_is_collected_until_a_step_is_logged_has_the_repetition_alone(faulty: int) -> None:
+    (expected,) = run_ranks(1, logged_with_fault, None, shares=True)
+    (found,) = run_ranks(1, logged_with_fault, faulty, shares=True)
+    for name in ("dsa_indexer_loss", "max_attention_logit", "source_losses"):
+        assert name in expected
+        assert found[name] == expected[name], name
