@@ -6,8 +6,8 @@ from typing import Literal
 from nanotrain.config.option import above, at_least, option, url
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
-# transformer_engine, full, full_iteration and moe are values of Megatron-LM that a rule refuses
 RerunMode = Literal["disabled", "validate_results"]
+# of Megatron-LM's values transformer_engine becomes local; full, full_iteration and moe are refused
 CudaGraphImpl = Literal["none", "local", "transformer_engine"]
 CudaGraphScope = Literal[
     "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "full", "full_iteration", "moe"
