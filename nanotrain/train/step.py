@@ -164,10 +164,11 @@ def train_step_with_repeats(run: Run, batch: GlobalBatch, *, is_logged: bool = T
     output = train_step(run, batch, is_logged=is_logged)
     for part in run.parts:
         if part.may_repeat and part.wants_repeat(output.metrics):
+            local_fault = output.local_fault
             take_back_step(run, batch)
             with part.repeating():
                 output = train_step(run, batch, is_logged=is_logged)
-            part.repeated(output.metrics)
+            part.repeated(output.metrics, local_fault=local_fault)
     return output
 
 

@@ -34,7 +34,8 @@ from nanotrain.quantities import named_ranks
 from nanotrain.spec.params import LocalParam
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
-from nanotrain.train.hooks.hook import Hook, ranks_at_fault
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.parts.faulty_ranks import ranks_at_fault
 from nanotrain.train.parts.part import StepPart
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport

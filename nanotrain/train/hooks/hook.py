@@ -5,11 +5,10 @@ TimeoutHook     lower the timeout of collectives after the first step, which com
 SkippedSteps    end the run after too many skipped steps in a row
 """
 
-from nanotrain.comm.collectives import all_gather_object
-from nanotrain.comm.group import Group
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
-from nanotrain.quantities import count_of, named_ranks
+from nanotrain.quantities import count_of
+from nanotrain.train.parts.faulty_ranks import ranks_at_fault
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 
@@ -149,20 +148,3 @@ class SkippedSteps(Hook):
             why=why,
             fix=report.output.metrics.get("skip_reason") or usual_fix,
         )
-
-
-def ranks_at_fault(local_fault: int, group: Group) -> str | None:
-    """Names of the ranks whose loss is not finite in a step, else of those with such gradients.
-
-    None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls
-    this.
-
-    Args:
-        local_fault: `StepOutput.local_fault` of this rank.
-        group: group of all ranks.
-    """
-    faults = all_gather_object(local_fault, group)
-    worst = max(faults)
-    if worst == 0:
-        return None
-    return named_ranks([rank for rank, fault in enumerate(faults) if fault == worst])

@@ -161,8 +161,13 @@ class StepPart:
         """Change what the skipped step lacked, for the time of its repetition."""
         return nullcontext()
 
-    def repeated(self, metrics: Mapping[str, Any]) -> None:
-        """Called with the metrics of a repetition."""
+    def repeated(self, metrics: Mapping[str, Any], *, local_fault: int) -> None:
+        """Called after a repetition.
+
+        Args:
+            metrics: the metrics of the repetition.
+            local_fault: `StepOutput.local_fault` of this rank in the step that was skipped.
+        """
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         """This rank's tensors in a checkpoint, into which it is also read."""

@@ -4,8 +4,8 @@
                                   results differ from run to run. The repetition counts
     it is not finite either       the step is skipped, as without this part
 
-The log of the step names the ranks whose loss is not finite. Megatron-LM ends the run in both
-cases, and repeats a step that is not finite again on another GPU once the run resumes.
+The log names the ranks whose loss was not finite. Megatron-LM ends the run in both cases, and
+repeats a step that is not finite again on another GPU once the run resumes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import Update
+from nanotrain.train.parts.faulty_ranks import ranks_at_fault
 from nanotrain.train.parts.part import BuiltModel, StepPart
 
 log = get_logger(__name__)
@@ -31,6 +32,7 @@ class RepeatedStep(StepPart):
     def __init__(self, model: BuiltModel) -> None:
         self._is_repetition = False
         self._logs = model.context.rank == 0
+        self._all_ranks = model.context.control
 
     @staticmethod
     def is_enabled(model: BuiltModel) -> bool:
@@ -63,18 +65,23 @@ class RepeatedStep(StepPart):
         self._is_repetition = True
         yield
 
-    def repeated(self, metrics: Mapping[str, Any]) -> None:
-        """Log what the repetition shows."""
+    def repeated(self, metrics: Mapping[str, Any], *, local_fault: int) -> None:
+        """Log what the repetition shows; collective."""
         self._is_repetition = False
+        ranks = ranks_at_fault(local_fault, self._all_ranks)
+        where = f" on {ranks}" if ranks else ""
         if not self._logs:
             return
         if "loss_not_finite" in metrics:
             log.warning(
-                "the loss is not finite in a repetition of the step either, so the fault is not "
-                "transient: it lies in data, settings or weights, or in a GPU that always errs"
+                "the loss was not finite%s, and is not in a repetition of the step either, so the "
+                "fault is not transient: it lies in data, settings or weights, or in a GPU that "
+                "always errs",
+                where,
             )
         else:
             log.warning(
-                "the loss was not finite, and is in a repetition of the step, which counts: a "
-                "transient fault of the hardware, or an operator that is not deterministic"
+                "the loss was not finite%s, and is in a repetition of the step, which counts: a "
+                "transient fault of the hardware, or an operator that is not deterministic",
+                where,
             )

@@ -97,6 +97,7 @@ def test_a_transient_fault_leaves_no_trace(sizes: dict[str, Any]) -> None:
         assert not any(output["skipped"] for output in outputs)
         assert all(torch.equal(weights[box], before[box]) for box in before)
     (text,) = results[0][2]
+    assert text.startswith("the loss was not finite on rank 1, and is in a repetition")
     assert "a transient fault of the hardware" in text
 
 
@@ -108,7 +109,7 @@ def test_a_fault_that_repeats_skips_the_step() -> None:
         assert all(output["skipped"] and output["loss_not_finite"] for output in outputs)
         assert [output["repeated"] for output in outputs] == [1, 1]
         assert all(torch.equal(weights[box], before[box]) for box in before)
-    assert all("not finite in a repetition" in text for text in results[0][2])
+    assert all("on rank 1, and is not in a repetition" in text for text in results[0][2])
     assert len(results[0][2]) == STEPS
 
 
