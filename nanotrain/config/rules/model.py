@@ -102,6 +102,15 @@ def check_longrope(c: Settings) -> Errors:
                 why=f"each of {count_of(num_pairs, 'pair')} of rotated channels has one",
                 fix=f"set --longrope-{name.replace('_', '-')} with {num_pairs}",
             )
+    window_pairs = c.model.window_rotary_dim // 2
+    if c.model.rotary_base_local is None and window_pairs != num_pairs:
+        yield ConfigError(
+            f"position_embedding_type longrope with {count_of(window_pairs, 'pair')} of rotated "
+            "channels in layers with a window",
+            why=f"its factors are of {count_of(num_pairs, 'pair')}, as in the other layers",
+            fix="set --rotary-base-local, which needs no factors, or leave --window-kv-channels "
+            "and --window-rotary-percent out",
+        )
     original = c.longrope.original_max_positions
     length = c.data.seq_length
     if c.data.reset_position_ids and length > original:

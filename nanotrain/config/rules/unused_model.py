@@ -33,6 +33,12 @@ def unused_positions(c: Settings) -> UnusedFields:
             why="no layer has rotary positions",
             fix="set --position-embedding-type rope, yarn or longrope",
         )
+    if c.model.position_embedding_type == "longrope":
+        yield unused(
+            "rotary_proportional",
+            by="position_embedding_type",
+            why="longrope rotates every pair by a factor of its own",
+        )
     if c.model.position_embedding_type != "learned_absolute":
         yield unused(
             "learned_position_offset",
