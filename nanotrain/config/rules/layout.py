@@ -179,13 +179,18 @@ def check_attention_over_cp(c: Settings) -> Errors:
     comm_type = c.parallel.cp_comm_type
     inside = c.parallel.all_to_all_ranks
     ranks = c.tp * inside
+    group = f"cp={inside} ranks"
+    product = "tp*cp"
+    if comm_type == "a2a+p2p":
+        group = f"{inside} ranks of an all-to-all"
+        product = "tp times these"
     yield from check_cp_sizes(c)
     for name, num_heads in query_heads(c).items():
         if comm_type in ("a2a", "a2a+p2p") and num_heads % ranks != 0:
             flag = "--" + name.replace("_", "-")
             yield ConfigError(
-                f"{count_of(num_heads, 'attention head')} cannot be shared by cp={inside} ranks",
-                why=f"cp_comm_type {comm_type} needs tp*cp = {ranks} to divide {name}",
+                f"{count_of(num_heads, 'attention head')} cannot be shared by {group}",
+                why=f"cp_comm_type {comm_type} needs {product} = {ranks} to divide {name}",
                 fix=f"set --cp-comm-type p2p or {flag} {round_up(num_heads, ranks)}",
             )
     sparse = c.model.sparse_attention_type

@@ -65,7 +65,7 @@ def test_megatron_s_sizes_are_an_all_to_all_and_a_ring():
         ("--hierarchical-context-parallel-sizes 4", "whose product is cp"),
         (
             "--hierarchical-context-parallel-sizes 4 1 --tensor-model-parallel-size 2",
-            "needs tp.cp = 8 to divide num_attention_heads",
+            "4 attention heads cannot be shared by 4 ranks of an all-to-all: .* tp times these = 8 to",
         ),
         (
             "--hierarchical-context-parallel-sizes 2 2 --cp-comm-type p2p",
