@@ -19,6 +19,7 @@ from nanotrain.config.layer_kinds import (
 )
 from nanotrain.config.model_fields import LongRopeConfig, ModelFields, YarnConfig
 from nanotrain.config.notation import (
+    COMPRESSED_LETTERS,
     read_compressed_pattern,
     read_hybrid_pattern,
     read_layer_pattern,
@@ -41,8 +42,6 @@ __all__ = [
 ]
 
 GATED = ("swiglu", "quick_geglu", "geglu_tanh")  # activations with a gate projection
-# kinds of token mixers by their letters in compressed_layer_pattern
-COMPRESSED_LETTERS = {"W": "sliding", "C": "csa", "H": "hca"}
 MLP_LETTERS = {"-": "dense", "E": "moe"}  # kinds of MLP by their letters in hybrid_layer_pattern
 
 

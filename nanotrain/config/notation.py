@@ -96,7 +96,8 @@ def read_hybrid_pattern(text: str) -> str:
     return letters
 
 
-COMPRESSED_LETTERS = "WCH"
+# kinds of token mixers by their letters in compressed_layer_pattern
+COMPRESSED_LETTERS = {"W": "sliding", "C": "csa", "H": "hca"}
 
 
 def read_compressed_pattern(text: str | None, *, num_layers: int) -> str:

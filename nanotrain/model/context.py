@@ -204,7 +204,7 @@ class LayerContext:
     windowed: AttentionInputs = field(default_factory=AttentionInputs)  # layers with a window
     # [S, 1, 1] or [B, S, 1, 1], factors of the queries in layers without rotary positions
     query_scale: Tensor | None = None
-    tokens: Tensor | None = None  # [B, S], the tokens of this rank; None where no layer reads them
+    tokens: Tensor | None = None  # [B, S], the tokens of this rank; a stage sets them
     # [B, S], the segments of full sequences on every cp rank; None without documents
     segment_ids: Tensor | None = None
     sequence_positions: Tensor | None = None  # see `BatchContext`
