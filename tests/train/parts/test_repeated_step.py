@@ -23,8 +23,8 @@ from tests.train.parts.test_losses import read_blend
 
 STEPS = 2
 Weights = dict[Any, torch.Tensor]
-DP = {"strategy": "optim"}
-PP = {"pp": 2, "strategy": "no_shard"}
+DP: dict[str, Any] = {"strategy": "optim"}
+PP: dict[str, Any] = {"pp": 2, "strategy": "no_shard"}
 
 
 def case_of(sizes: dict[str, Any]) -> Case:
