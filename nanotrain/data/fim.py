@@ -120,7 +120,8 @@ class FillInTheMiddle:
             inside = slice(part.offset, min(stop, length))
             original = sample.tokens[inside]
             tokens[inside] = self.rewritten_part(original, key=f"{epoch} {part.start}")
-            if stop > length and not np.array_equal(tokens[inside], original):
+            last = slice(inside.start + self.last_fragment(original), inside.stop)
+            if stop > length and not np.array_equal(tokens[last], sample.tokens[last]):
                 loss_mask[-1] = 0.0
         labels[:-1] = tokens[1:]
         return replace(sample, tokens=tokens, labels=labels, loss_mask=loss_mask)
@@ -147,6 +148,16 @@ class FillInTheMiddle:
             fragment = ids[start:stop]
             tokens[start:stop] = in_fragments.rewritten(fragment, key=f"{key} {number}")
         return tokens
+
+    def last_fragment(self, ids: np.ndarray) -> int:
+        """Where the last fragment of a part begins; 0 for a part without fragments.
+
+        >>> fim = FillInTheMiddle((97, 98, 99), 1.0, 0.0, seed=1, split_token=7)
+        >>> fim.last_fragment(np.array([7, 0, 7, 1])), fim.last_fragment(np.array([0, 1]))
+        (3, 0)
+        """
+        breaks = np.flatnonzero(ids == self.split_token)
+        return int(breaks[-1]) + 1 if len(breaks) else 0
 
     def _draws(self, key: str) -> tuple[int, int, int, int]:
         """Four random numbers below 2^64: choice, order and ends of the gap."""

@@ -199,6 +199,19 @@ def test_fragments_reach_the_samples(write_corpus: WriteCorpus) -> None:
     )
 
 
+def test_the_label_after_a_fragment_without_a_gap_is_a_target(write_corpus: WriteCorpus) -> None:
+    """The document goes on in the next sample; its last fragment here is too short for a gap."""
+    document = np.array([*range(1, 14), SPLIT, 1, 2, *range(20, 40)])
+    prefix = write_corpus([document] * 20)
+    options = {"fim_rate": 1.0, "fim_split_sample": str(SPLIT), "fim_fragment_rate": 1.0}
+    found = 0
+    for sample in samples(prefix, **options):
+        if sample.tokens[-3:].tolist() == [SPLIT, 1, 2]:
+            found += 1
+            assert PREFIX in sample.tokens and sample.loss_mask[-1] == 1.0
+    assert found > 0
+
+
 def test_sentinels_are_tokens_of_the_tokenizer_or_ids(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer().as_fast()
     tokenizer.backend.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
