@@ -345,14 +345,29 @@ class Reader:
             for word in words[1:]:
                 self.assign(word)
         elif name in self.functions:
-            reader = Reader(self.script, self.functions[name], depth=self.depth + 1)
-            reader.functions = self.functions
-            reader.run()
+            self.call(name, words[1:])
+        elif name == "shift":
+            self.shift(self.values.fields(words[1:]))
         elif name in ("source", "."):
             texts = [without_marks(self.values.text_of(word)) for word in words[1:2]]
             self.script.note(f"{' '.join(texts)} is not read, which the script sources")
         elif words and name not in SILENT:
             self.launch(self.values.fields(words))
+
+    def call(self, name: str, words: Sequence[Word]) -> None:
+        """Follow a function, in which `$1` and `$@` are its arguments."""
+        outer = self.values.arguments
+        self.values.arguments = self.values.fields(words)
+        reader = Reader(self.script, self.functions[name], depth=self.depth + 1)
+        reader.functions = self.functions
+        reader.run()
+        self.values.arguments = outer
+
+    def shift(self, fields: Sequence[str]) -> None:
+        """Leave out the first arguments of the function, one where no number says how many."""
+        number = fields[0] if fields else "1"
+        if self.values.arguments is not None and number.isdecimal():
+            self.values.arguments = self.values.arguments[int(number) :]
 
     def assign(self, word: Word) -> bool:
         """Whether a word is an assignment, which is carried out."""

@@ -44,6 +44,7 @@ class Values:
     """The variables of a script."""
 
     variables: dict[str, Value] = field(default_factory=dict)
+    arguments: list[str] | None = None  # of the function that is followed; None outside of one
 
     def fields(self, words: Sequence[Word]) -> list[str]:
         """The fields of words after expansion, as a command gets them."""
@@ -57,21 +58,46 @@ class Values:
         """The fields of one word: unquoted values are divided at blanks."""
         fields: list[str] = []
         is_open = False  # whether the next text continues the last field
-        for part in word.parts:
+        for part in self.with_defaults(word.parts):
             for index, text in enumerate(self.values_of(part)):
                 if index > 0:
                     is_open = False
                 is_open = add_text(fields, text, part=part, is_open=is_open)
         return fields
 
+    def with_defaults(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts with defaults, in quotes of their own, in place of variables that take them."""
+        result: list[Part] = []
+        for part in parts:
+            if part.is_quoted or not isinstance(part, Variable) or not self.takes_default(part):
+                result.append(part)
+            else:
+                result += self.with_defaults(part.default)
+        return result
+
     def values_of(self, part: Part) -> list[str]:
         """The values of a part: one, or the items of an array."""
-        if isinstance(part, Variable) and part.takes_all:
-            value = self.variables.get(part.name, [])
-            if part.name in ("@", "*"):
-                return []
-            return value if isinstance(value, list) else [value]
-        return [self.value_of(part)]
+        if not isinstance(part, Variable) or not part.takes_all:
+            return [self.value_of(part)]
+        value = self.value_named(part.name)
+        if value is None:
+            return []
+        items = value if isinstance(value, list) else [value]
+        return [" ".join(items)] if part.is_joined and part.is_quoted else items
+
+    def value_named(self, name: str) -> Value | None:
+        """The value of a variable, or of an argument of the function; None if it is not set."""
+        arguments = self.arguments
+        if name in ("@", "*"):
+            return arguments
+        if name == "#" and arguments is not None:
+            return str(len(arguments))
+        if not name.isdecimal():
+            return self.variables.get(name)
+        number = int(name)
+        if arguments is None or not 1 <= number <= len(arguments):
+            return None
+        return arguments[number - 1]
 
     def value_of(self, part: Part) -> str:
         """The text of a part."""
@@ -88,21 +114,35 @@ class Values:
 
     def variable(self, variable: Variable) -> str:
         """The value of a variable, its default, or a mark."""
-        value = self.variables.get(variable.name)
-        text = " ".join(value) if isinstance(value, list) and variable.takes_all else value
-        if isinstance(text, list):
-            text = text[0] if text else ""
-        operator = variable.operator.removeprefix(":")
-        is_missing = text is None or (text == "" and ":" in variable.operator)
-        if operator == "+":
-            return "" if is_missing else self.joined_text(variable.default)
-        if not is_missing and text is not None:
-            return text
-        if operator in ("-", "="):
+        if self.takes_default(variable):
             return self.joined_text(variable.default)
-        if variable.name in ("@", "*"):
+        text = self.text_named(variable)
+        if variable.operator in ("+", ":+"):
             return ""
-        return UNSET.format(variable.name)
+        if text is not None and not self.is_missing(variable):
+            return text
+        return "" if variable.name in ("@", "*") else UNSET.format(variable.name)
+
+    def text_named(self, variable: Variable) -> str | None:
+        """The value of a variable as one text: of an array the first item, or all of them."""
+        value = self.value_named(variable.name)
+        if not isinstance(value, list):
+            return value
+        if variable.takes_all:
+            return " ".join(value)
+        return value[0] if value else ""
+
+    def is_missing(self, variable: Variable) -> bool:
+        """Whether a variable is not set, or empty where its operator asks for more."""
+        text = self.text_named(variable)
+        return text is None or (text == "" and ":" in variable.operator)
+
+    def takes_default(self, variable: Variable) -> bool:
+        """Whether the text after the operator is in place of the value."""
+        operator = variable.operator.removeprefix(":")
+        if operator == "+":
+            return not self.is_missing(variable)
+        return operator in ("-", "=") and self.is_missing(variable)
 
     def joined_text(self, parts: Sequence[Part]) -> str:
         """The text of parts, not divided at blanks."""
@@ -130,8 +170,7 @@ class Values:
 
 def add_text(fields: list[str], text: str, *, part: Part, is_open: bool) -> bool:
     """Add the text of a part to fields; whether the next part continues the last one."""
-    is_literal = isinstance(part, Text)
-    if part.is_quoted or is_literal:
+    if part.is_quoted:
         pieces = [text]
     else:
         pieces = text.split()
@@ -141,7 +180,7 @@ def add_text(fields: list[str], text: str, *, part: Part, is_open: bool) -> bool
     if is_open:
         fields[-1] += pieces.pop(0)
     fields += pieces
-    ends_field = not part.is_quoted and not is_literal and text[-1:].isspace()
+    ends_field = not part.is_quoted and text[-1:].isspace()
     return not ends_field
 
 

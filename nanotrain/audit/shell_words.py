@@ -48,6 +48,7 @@ class Variable(Part):
     operator: str = ""  # as :- and + of ${NAME:-TEXT}
     default: tuple[Part, ...] = ()  # TEXT
     takes_all: bool = False  # all items of an array
+    is_joined: bool = False  # in quotes all items are one word: [*]
 
 
 @dataclass(frozen=True)
@@ -314,8 +315,10 @@ class _Reader:
         if match is None:
             return Text(is_quoted=is_quoted, text="$")
         self.at = match.end()
-        takes_all = match.group() in "@*"
-        return Variable(is_quoted=is_quoted, name=match.group(), takes_all=takes_all)
+        name = match.group()
+        return Variable(
+            is_quoted=is_quoted, name=name, takes_all=name in "@*", is_joined=name == "*"
+        )
 
     def in_braces(self, inner: str, *, is_quoted: bool) -> Part:
         """The expansion `${inner}`."""
@@ -333,6 +336,7 @@ class _Reader:
             operator=operator or "",
             default=tuple(default),
             takes_all=takes_all,
+            is_joined=name == "*" or index == "[*]",
         )
 
     def default_parts(self, *, is_quoted: bool) -> list[Part]:
