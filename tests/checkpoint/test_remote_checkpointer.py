@@ -229,15 +229,22 @@ def test_the_calls_of_the_training_thread_are_those_of_a_save_on_a_disk(
     assert recorded[0] == recorded[1] and len(recorded[0]) > 100
 
 
+OF_FREED_THREAD = "WeakSet.__init__.<locals>._remove"
+
+
 def record(calls: list[str], function: Callable[[], None]) -> None:
     """Call a function with the names of all calls of this thread recorded.
 
-    Without collections, which call the callbacks of weak references to what they free.
+    Without collections, which call the callbacks of weak references to what they free, and without
+    the callback of the thread of the last save, which is freed by whoever lets go of it last.
     """
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            calls.append(frame.f_code.co_qualname if event == "call" else argument.__qualname__)
+        if event not in ("call", "c_call"):
+            return
+        name = frame.f_code.co_qualname if event == "call" else argument.__qualname__
+        if OF_FREED_THREAD not in (frame.f_code.co_qualname, name):
+            calls.append(name)
 
     with without_collection():
         sys.setprofile(note)
