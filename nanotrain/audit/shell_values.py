@@ -17,6 +17,8 @@ MAX_VALUE = 1 << 18  # characters of a value, or of all words of a command
 # a mark around the name of a variable that is not set, and one for the result of a command
 UNSET = "\ue000{}\ue001"
 COMMAND = "\ue000\ue001"
+# a variable in a sum, or an argument of a function: A, $A, ${A}, $1, $#
+NUMBER_NAME = re.compile(r"\$(?:\w+|#|\{(?:\w+|#)\})|[A-Za-z_]\w*")
 MARK = re.compile("\ue000(\\w*|[#?$!])\ue001")
 
 
@@ -158,13 +160,14 @@ class Values:
 
     def sum_of(self, text: str) -> str:
         """The value of whole numbers and variables with + - * / %; a mark for anything else."""
-        names = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
-        filled = re.sub(r"[A-Za-z_]\w*", self._number_of, names)
+        filled = NUMBER_NAME.sub(self._number_of, text)
         value = whole_result(filled) if len(filled) < 200 else None
         return COMMAND if value is None else str(value)
 
     def _number_of(self, match: re.Match[str]) -> str:
-        value = self.variables.get(match.group(), "")
+        """The value of a variable in a sum; its own text where that is no number."""
+        name = match.group().strip("${}")
+        value = self.value_named(name)
         return value if isinstance(value, str) and value.isdecimal() else match.group()
 
 

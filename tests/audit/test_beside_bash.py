@@ -18,6 +18,7 @@ SCRIPTS = {
     "defaults": 'E=; B=2; python p.py ${A:-1} "${E-1}" ${E:-1} ${B:+3} ${A:-"a b"} ${A:-${B}x}',
     "quotes": "A=x; python p.py 'a $A' \"a '$A'\" a\\ b \"\\$A\" $'c' \"a\"'b'c",
     "sums": "A=6; B=4; python p.py $((A * (B + 1))) $((A / B)) $((A % B)) $(( -A / B )) $((2 + $A))",
+    "sums of arguments": "f() { python p.py $(($1 * 4)) $((${2} + $#)) $((N * $2)); }\nN=3\nf 8 5",
     "joined lines": "python p.py --lr \\\n  1 \\\n  --swiglu # --not-this\n",
     "branches": 'A=3\nif [ "$A" -gt 2 ] && [ -n "$A" ]; then B=1; else B=2; fi\npython p.py $B',
     "chains": '[ -z "$A" ] && B=1\n[ -n "$A" ] || C=2\n[ -n "$A" ] && B=3\npython p.py $B $C',

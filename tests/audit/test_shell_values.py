@@ -41,6 +41,7 @@ def test_unquoted_values_are_divided_and_quoted_ones_are_not():
         ("${E-1}", ""),
         ("$((4 * (B + 1)))", "12"),
         ("$((B / 0))", "$(...)"),
+        ("$(($1 * 2))", "$(...)"),
         ("$(hostname)", "$(...)"),
         ("$A", "$A"),
     ],
