@@ -67,13 +67,19 @@ class RouterBalance(StepPart):
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """`load`: tokens per expert by router; means over routers of the other `router_metrics`."""
+        """`load`: tokens per expert by router; means over routers of the other `router_metrics`.
+
+        That of `balance_loss` is over the routers that have one.
+        """
         starts = range(0, len(numbers), self._length)
         routers = [router_metrics(numbers[start : start + self._length]) for start in starts]
         load = {name: router.pop("load") for name, router in zip(self._names, routers, strict=True)}
         entries: dict[str, Any] = {"load": load}
         for key in routers[0]:
             entries[key] = fmean(router[key] for router in routers)
+        # a router without such a loss has 0, which no balance loss is
+        balanced = [router["balance_loss"] for router in routers if router["balance_loss"] != 0]
+        entries["balance_loss"] = fmean(balanced or [0.0])
         return {"moe": entries}
 
     def tensors(self) -> dict[TensorBox, Tensor]:

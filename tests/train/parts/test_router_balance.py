@@ -38,3 +38,11 @@ def test_every_pipeline_rank_gets_the_metrics_of_all_stages_and_moves_its_own_bi
     assert sum(expected["load"][names[0]]) == 12 * 24 * 2, "K pairs of every token"
     assert of_first | of_second == biases and len(of_first) == len(of_second) == 1
     assert any(abs(value) > 0 for value in torch.tensor(list(biases.values())).flatten().tolist())
+
+
+def test_the_mean_balance_loss_is_over_routers_that_have_one():
+    balance = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [1e-2]}
+    case = Case(steps=2).but(model=EXPERTS | balance | {"moe_hash_layers": "[1,0]"})
+    metrics, _ = routed(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), case)
+    # 1 is perfect balance; the experts of the first layer are those of a table, with no loss
+    assert metrics["balance_loss"] > 0.8
