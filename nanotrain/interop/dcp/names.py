@@ -20,7 +20,7 @@ from torch import Tensor
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.hf.families import FAMILIES
-from nanotrain.interop.hf.names import HFName, Naming, map_parameters
+from nanotrain.interop.hf.names import HFName, Naming, UnnamedParameter, map_parameters
 from nanotrain.interop.hf.tensor_mapping import Shape, TensorMapping
 from nanotrain.spec.boxes import Box
 
@@ -89,7 +89,7 @@ def choose_mappings(
     """
     try:
         candidates = [map_parameters(model_config, naming) for naming in namings]
-    except AssertionError as error:
+    except UnnamedParameter as error:
         raise CheckpointError(
             "the model has a part that has no name in the program that wrote the checkpoint",
             why=str(error),

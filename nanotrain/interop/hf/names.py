@@ -1,6 +1,7 @@
 """The tensor names of a Hugging Face family, and the tensors of every parameter of a model.
 
     HFName, Naming       the names of a family: a table in families.yaml
+    UnnamedParameter     a parameter that these names lack
     map_parameters       every declared parameter of a model -> TensorMapping
     tensor_shapes        names and shapes of all tensors of a model
     router_shapes        what routers have besides parameters: expert biases, experts of tokens
@@ -76,10 +77,20 @@ class Naming:
     mtp_layer: str = ""
 
 
+class UnnamedParameter(LookupError):
+    """A parameter of a model that a family has no name for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has no name in this family: the exported model would lack it")
+
+
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
     """The tensors of every parameter of a model that the family can hold, by the parameter's name.
 
     What routers have besides parameters is included.
+
+    Raises:
+        UnnamedParameter: the family cannot hold the model.
     """
     shape = ModelShape.of(model_config)
     unpadded = replace(shape, padded_vocab_size=shape.vocab_size)
@@ -194,7 +205,8 @@ def _split_name(name: str, *, naming: Naming, shape: ModelShape) -> _Parameter:
     in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
     if in_layer is None:
         hf = _find_name(naming.ends, path, leaf=leaf)
-        assert hf is not None, _missing_name(name)
+        if hf is None:
+            raise UnnamedParameter(name)
         return _Parameter("", path, leaf=leaf, prefix="", hf=hf)
     block, layer, depth, module = in_layer.groups()
     number = int(layer) if layer else shape.mtp_layers[int(depth)]
@@ -207,12 +219,9 @@ def _split_name(name: str, *, naming: Naming, shape: ModelShape) -> _Parameter:
     if depth and naming.mtp_layer:
         prefix = "" if is_beside_block else f"{naming.mtp_layer.format(depth=depth)}."
     hf = _find_name(names, module, leaf=leaf, kind=kind)
-    assert hf is not None, _missing_name(name)
+    if hf is None:
+        raise UnnamedParameter(name)
     return _Parameter(block, module, leaf=leaf, prefix=prefix, hf=hf)
-
-
-def _missing_name(name: str) -> str:
-    return f"{name} has no name in this family: the exported model would lack it"
 
 
 def _find_name(
