@@ -32,18 +32,11 @@ from tests.interop.dcp.programs import (
     tokens,
     train_cases,
 )
-from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
+from tests.interop.moved_runs import TOLERANCE, assert_steps, go_on
+from tests.laws.command_line import run_command_lines, saved_tensors
 from tests.laws.megatron_file import write_tokens
 
-TOLERANCE = 1e-6
 CHUNK_BYTES = 512
-LAYOUTS = {
-    "one": "",
-    "tp": "--tensor-model-parallel-size 2",
-    "pp": "--pipeline-model-parallel-size 2",
-    "dp": "--data-parallel-sharding-strategy optim_grads_params",
-    "ep": "--expert-model-parallel-size 2",
-}
 # the layouts of two ranks in which a case goes on; all go on with one rank
 TWO_RANKS = {
     "titan_llama": ["tp", "pp"],
@@ -90,11 +83,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def line(root: Path, name: str, layout: str) -> list[str]:
     """The command line with which an imported run goes on."""
     imported = root / name / f"imported-{SAVED}"
-    words = [f"+config={imported / 'config.yaml'}", "--load", str(imported)]
-    words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
-    words += ["--run-dir", str(root / name / layout), "--train-iters", str(STEPS)]
-    words += ["--eval-interval", "0", "--no-report", "--log-interval", "1", "--allow-data-changes"]
-    return [*words, *LAYOUTS[layout].split()]
+    return go_on(imported, root / name / layout, layout=layout, steps=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +91,7 @@ def line(root: Path, name: str, layout: str) -> list[str]:
 )
 def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
     root, theirs = moved
-    steps = steps_of(root / name / layout)
-    assert [step["step"] for step in steps] == list(range(SAVED + 1, STEPS + 1))
-    for step in steps:
-        loss, norm = theirs[name][step["step"] - 1]
-        assert step["loss"] == pytest.approx(loss, rel=TOLERANCE)
-        assert step["grad_norm"] == pytest.approx(norm, rel=3 * TOLERANCE)
+    assert_steps(root / name / layout, theirs[name], first=SAVED + 1, last=STEPS)
     end = root / name / f"imported-{STEPS}"
     expected = dict(read_global_tensors(end, list(read_manifest(end).tensors)))
     saved = saved_tensors(root / name / layout)

@@ -17,20 +17,13 @@ from nanotrain.checkpoint.store import read_manifest
 from nanotrain.interop.megatron.import_run import import_megatron
 from tests.harness import run_ranks
 from tests.interop.megatron.training import CASES, SAVED, STEPS, tokens, train_cases
+from tests.interop.moved_runs import TOLERANCE, assert_steps, go_on
 from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
 from tests.laws.megatron_file import write_tokens
 
 if find_spec("megatron") is None:  # only the ranks import it
     pytest.skip("needs megatron-core", allow_module_level=True)
 
-TOLERANCE = 1e-6
-LAYOUTS = {
-    "one": "",
-    "tp": "--tensor-model-parallel-size 2",
-    "pp": "--pipeline-model-parallel-size 2",
-    "dp": "--data-parallel-sharding-strategy optim_grads_params",
-    "ep": "--expert-model-parallel-size 2",
-}
 # the layouts of two ranks in which a case goes on; all go on with one rank
 TWO_RANKS = {
     "tp2": ["pp", "dp"],
@@ -77,11 +70,7 @@ def line(root: Path, name: str, layout: str) -> list[str]:
     imported = root / name / "imported"
     # with sharded parameters the folder of Megatron-LM itself is loaded
     source = root / name if layout == "dp" else imported
-    words = [f"+config={imported / 'config.yaml'}", "--load", str(source)]
-    words += ["--data-path", str(root / "tokens"), "--split", "1,0,0", "--no-shuffle"]
-    words += ["--run-dir", str(root / name / layout), "--train-iters", str(STEPS)]
-    words += ["--eval-interval", "0", "--no-report", "--log-interval", "1", "--allow-data-changes"]
-    return [*words, *LAYOUTS[layout].split()]
+    return go_on(imported, root / name / layout, layout=layout, steps=STEPS, load=source)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +84,7 @@ def line(root: Path, name: str, layout: str) -> list[str]:
 )
 def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
     root, theirs = moved
-    steps = steps_of(root / name / layout)
-    assert [step["step"] for step in steps] == list(range(SAVED + 1, STEPS + 1))
-    for step in steps:
-        loss, norm = theirs[name][step["step"] - 1]
-        assert step["loss"] == pytest.approx(loss, rel=TOLERANCE)
-        assert step["grad_norm"] == pytest.approx(norm, rel=3 * TOLERANCE)
+    assert_steps(root / name / layout, theirs[name], first=SAVED + 1, last=STEPS)
     end = root / f"{name}-end" / "imported"
     expected = dict(read_global_tensors(end, list(read_manifest(end).tensors)))
     saved = saved_tensors(root / name / layout)
