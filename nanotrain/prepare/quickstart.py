@@ -31,9 +31,16 @@ from nanotrain.errors import DataError
 from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder, write_text
+from nanotrain.runs.files import (
+    MARKER,
+    disk_errors,
+    make_folder,
+    remove_folder,
+    write_bytes,
+    write_text,
+)
 
-_VERSION = 2  # increase it when the same Python and vocabulary would give other files
+_VERSION = 2  # increase it when the same Python and vocabulary would give other tokens
 _CURE = "choose another --run-dir"
 _ENCODE_BATCH = 64
 NUM_QUESTIONS, NUM_CHOICES = 64, 4
@@ -81,7 +88,8 @@ def _fetch_or_build(building: Path, vocab_size: int, *, name: str, cache: Path |
     if cache is None:
         _build(building / "corpus", vocab_size)
         return
-    cached = cache / f"{name}-{_digest_of_library()}"
+    # earlier releases left corpora without checksums there, under a shorter name
+    cached = cache / f"{name}-checked-{_digest_of_library()}"
     if not fetch(cached, building):
         _build(building / "corpus", vocab_size)
         keep(building, cached)
@@ -155,6 +163,9 @@ def _build(prefix: Path, vocab_size: int) -> None:
             encoded = tokenizer.encode_documents(texts[first : first + _ENCODE_BATCH])
             writer.add_documents([[*ids, tokenizer.eod] for ids in encoded])
             advance(_ENCODE_BATCH)
+        writer.complete()
+        for path, sums in writer.checksums().items():
+            write_bytes(path, sums, fix=_CURE)
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(
             saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens

@@ -54,6 +54,7 @@ def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path
     corpus = IndexedTokens(made)
     assert tokenizer.vocab_size == 300
     assert corpus.num_documents == len(TEXTS)
+    assert corpus.unchecked == [], "a start would say that damage is not noticed"
     ids = corpus.read(0, corpus.document_start(1))
     assert ids[-1] == tokenizer.eod
     assert tokenizer.decode(ids[:-1].tolist()) == TEXTS[0]
