@@ -3,6 +3,7 @@
 --world-size N --gpu NAME           the run of a command line: one screen
     --calibrate RUN                 with the speed that runs had on this machine
     --search                        the layouts of its model that fit, the fastest first
+    --run                           when the run ends, with failures and restarts: plan_run.py
 --rows FILE.tsv --output OUT.tsv    a prediction for every row of a table of measurements
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nanotrain.cli.dry_run import complete
 from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
+from nanotrain.cli.plan_run import add_run_flags, calendar_of, require_run
 from nanotrain.cli.values import count, png_file, tokens, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -43,6 +45,7 @@ def plan(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if (args.rows is None) != (args.output is None):
         parser.error("--rows FILE.tsv and --output OUT.tsv belong together")
+    require_run(args, parser)
     packages = args.kernel_packages or ()
     if "none" in packages and len(set(packages)) > 1:
         names = ", ".join(name for name in packages if name != "none")
@@ -144,6 +147,7 @@ def plan_parser() -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_files(parser)
+    add_run_flags(parser)
     return parser
 
 
@@ -189,11 +193,17 @@ def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
     if args.png:
         draw(prediction, args.png)
     fits = prediction.headroom >= 0
+    calendar = calendar_of(args, prediction) if args.run and fits else None
     if args.json:
-        return Outcome(as_values(prediction, tokens=args.train_tokens), fits)
+        values = as_values(prediction, tokens=args.train_tokens)
+        if calendar is not None:
+            values["run"] = calendar.values()
+        return Outcome(values, fits)
     text = screen(prediction, tokens=args.train_tokens, change=next_change(prediction))
     if overlap:
         text = f"{text}\n\n--overlap-moe-expert-parallel-comm is {overlap}"
+    if calendar is not None:
+        text = f"{text}\n\n{calendar.text()}"
     if args.explain and fits:
         text = f"{text}\n\n{explain(prediction)}"
     return Outcome(text, fits)

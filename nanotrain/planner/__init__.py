@@ -7,6 +7,7 @@
     step_time.py    the schedule on a clock; stage_time.py has the times of its actions
     kernels.py      times of single operators; collectives.py of collectives
     search.py       the fastest layouts that fit
+    run_calendar.py failures, restarts and saves of a whole run; calendar_screen.py prints it
     screen.py       the output of `nanotrain plan`; explain.py has the formulas
     rows/           predictions for tables of measurements
 
