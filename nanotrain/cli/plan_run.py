@@ -63,18 +63,20 @@ class RunFlag:
         return f"with --run: {self.meaning} (default: {default}{self.source})"
 
 
-def _failures(flag: str, meaning: str, default: float) -> RunFlag:
+def _failures(flag: str, meaning: str, *, default: float) -> RunFlag:
     """The flag of a rate of failures."""
     meaning = f"{meaning} per 1,000 GPU-days"
     return RunFlag(flag, not_negative, meaning=meaning, source=LLAMA_3, default=default)
 
 
 RUN_FLAGS = (
-    _failures("--gpu-failures", "failures of GPUs and their memory", 0.303),
-    _failures("--host-failures", "failures of hosts", 0.052),
-    _failures("--network-failures", "failures of adapters, cables and switches, as hangs", 0.055),
-    _failures("--software-failures", "failures of software", 0.063),
-    _failures("--planned-stops", "planned interruptions", 0.053),
+    _failures("--gpu-failures", "failures of GPUs and their memory", default=0.303),
+    _failures("--host-failures", "failures of hosts", default=0.052),
+    _failures(
+        "--network-failures", "failures of adapters, cables and switches, as hangs", default=0.055
+    ),
+    _failures("--software-failures", "failures of software", default=0.063),
+    _failures("--planned-stops", "planned interruptions", default=0.053),
     RunFlag(
         "--detect-s",
         not_negative,

@@ -68,7 +68,7 @@ class RunConditions:
         return self.step_s * self.num_steps
 
     @property
-    def stretch(self) -> float:
+    def slowdown_factor(self) -> float:
         """Seconds of training per second of steps: stragglers and evaluation are part of it."""
         return 1 + self.straggler_slowdown + self.evaluation_share
 
@@ -92,7 +92,7 @@ class RunConditions:
     @property
     def cycle_s(self) -> float:
         """Seconds from save to save."""
-        return self.interval_s * self.stretch + self.save_stall_s
+        return self.interval_s * self.slowdown_factor + self.save_stall_s
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def best_interval(run: RunConditions) -> int:
     an interval and a cycle c = t + stall. An interval is at least as long as a save takes.
     """
     between = run.between_failures_s
-    step_s = run.step_s * run.stretch
+    step_s = run.step_s * run.slowdown_factor
     longest = float(run.num_steps)
     if math.isinf(between):
         return int(longest)
@@ -297,7 +297,7 @@ class _Trials:
         run = self.run
         intervals = self.num_intervals - self.saved[active]
         work = run.work_s - self.saved[active] * run.interval_s
-        return work * run.stretch + intervals * run.save_stall_s + run.save_lag_s
+        return work * run.slowdown_factor + intervals * run.save_stall_s + run.save_lag_s
 
     def _fail(self, failed: np.ndarray) -> None:
         """Draw what failed in runs, and add the time until a restart can begin."""
