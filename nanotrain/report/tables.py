@@ -148,9 +148,11 @@ def speed_facts(run: RunHistory) -> dict[str, Fact]:
     num_restarts = max(0, len(run.starts) - 1)
     throughput = run.typical("tokens_per_second", NEWEST_ROWS)
     mfu = run.typical("mfu", NEWEST_ROWS)
+    goodput = run.last("goodput")
     return {
         "Throughput": Fact(_number(throughput, ",.0f"), "tokens per second"),
         "MFU": Fact(_number(mfu, ".1%"), "of the device's peak"),
+        "Goodput": Fact(_number(goodput, ".1%"), "steps that count, of all time"),
         "Training time": Fact(f"{hours:,.2f} hours", since_start),
         "Restarts": Fact(f"{num_restarts:,}", repeated),
     }

@@ -43,6 +43,7 @@ from nanotrain.train.hooks.data_order import DataOrderHook
 from nanotrain.train.hooks.description import DescriptionHook, StartFacts
 from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook, SummaryHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
+from nanotrain.train.hooks.goodput import GoodputHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.notify import NotifyHook
@@ -151,6 +152,7 @@ def _hooks_before_log(config: Config, tokenizer: str | None) -> list[Hook]:
         hooks.append(EvaluateHook(tokenizer))
     if config.train.timing_log_level > 0 or config.train.profile:
         hooks.append(TimersHook())
+    hooks.append(GoodputHook())
     return hooks
 
 

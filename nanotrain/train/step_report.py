@@ -53,6 +53,9 @@ OPTIONAL = (
     "spike_score",
     "save_stall_s",
     "failed_saves",
+    "goodput",
+    "lost_steps",
+    "restarts",
     "slowest_rank",
     "wait_for_slowest",
     "busy_s",
@@ -189,6 +192,11 @@ class StepReport:
     skipped_on: str | None = None
     # checkpoints of the run that could not be written so far; None if there are none
     failed_saves: int | None = None
+    # since the run first started, on the first rank: the time of steps that count as a share of all
+    # time, steps that were repeated, and starts after the first one (train/hooks/goodput.py)
+    goodput: float | None = None
+    lost_steps: int | None = None
+    restarts: int | None = None
     # phases that have ended since the last report, as often as they ran; with --timing-log-level
     phases: Sequence[tuple[str, Stopwatch]] = ()
 

@@ -32,6 +32,7 @@ def test_validation_comes_before_the_log_that_reports_it():
     hooks = [
         "Evaluate",
         "Timers",
+        "Goodput",
         "Log",
         "DataOrder",
         "Checkpoint",

@@ -197,6 +197,7 @@ def describe(
     line.add_optional("mfu {:5.1%}", last.mfu, priority=2)
     line.add(f"{memory_label} {last.peak_memory_bytes / 1e9:6.2f} GB", priority=4)
     line.add(f"data wait {wait:4.0%}", priority=5)
+    line.add_optional("goodput {:5.1%}", last.goodput, priority=8)
     line.add(f"eta {_clock(remaining_s):>9}", priority=1)
     lines = [line.text(width)]
     for text in (_describe_events(reports), _describe_phases(reports)):
