@@ -41,6 +41,7 @@ PARSED = {  # the beginning of a command: what runs it
     "$ nanotrain checkpoint import-dcp": "tests/interop/dcp",
     "nanotrain data": "tests/cli/test_data.py",
     "nanotrain dry-run": "tests/dry_run",
+    "nanotrain prove": "tests/prove",
     "nanotrain plan": "tests/cli/test_plan.py",
     # with --tasks: the package is an extra
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",

@@ -49,6 +49,7 @@ PACKAGE_FLOORS = (
     ("planner", "launch", "watch"),
     ("train",),
     ("parity", "dry_run", "audit"),
+    ("prove",),
     ("cli",),
     ("__main__",),
 )

@@ -28,6 +28,7 @@ from nanotrain.cli.parity import parity
 from nanotrain.cli.parser import Command, CommandParser, run_command
 from nanotrain.cli.plan import plan
 from nanotrain.cli.prepare import prepare
+from nanotrain.cli.prove import prove
 from nanotrain.cli.runs import compare, report, runs, timeline, watch
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.topology import topology
@@ -127,6 +128,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "dry-run": dry_run,
     "parity": parity,
+    "prove": prove,
     "card": card,
     "topology": topology,
     "audit": audit,

@@ -175,6 +175,13 @@ class Group:
         sizes = dict(zip(self.parent.indices, splits, strict=True))
         return [sizes.get(index, 0) for index in range(self.parent.size)]
 
+    def once(self, tensor: Tensor) -> Tensor:
+        """A tensor that is equal on all ranks, so that a sum counts it once.
+
+        It is the tensor on the first rank of the group and zero on the others.
+        """
+        return tensor if self.is_first else torch.zeros_like(tensor)
+
     def record(self, op: str, *, num_bytes: int) -> None:
         """Count and record that a collective of this rank begins, with the bytes that it sends."""
         self.traffic.record(self.name, op, num_bytes=num_bytes)

@@ -70,7 +70,11 @@ class RecordingGroup(_ProcessGroup):
             is_in_place = output.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             written = [slices[:index], slices[index + 1 :]] if is_in_place else [slices]
         return self._start(
-            "all_gather", output, inputs=[tensor], outputs=[part for part in written if len(part)]
+            "all_gather",
+            output,
+            inputs=[tensor],
+            outputs=[part for part in written if len(part)],
+            gathered=output,
         )
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Handle:
@@ -99,9 +103,19 @@ class RecordingGroup(_ProcessGroup):
         inputs: Sequence[Tensor] = (),
         outputs: Sequence[Tensor] = (),
         reduction: Any = None,
+        gathered: Tensor | None = None,
         **fields: Any,
     ) -> Handle:
-        """Record the start of an operation; `whole` is the tensor whose size is listed."""
+        """Record the start of an operation.
+
+        Args:
+            op: its name.
+            whole: the tensor whose size is listed.
+            inputs, outputs: the memory that it reads and writes.
+            reduction: how values are reduced.
+            gathered: the whole output, where it contains the input; None for `outputs`.
+            fields: further fields of the call.
+        """
         operation = self.recorder.start(op, inputs=inputs, outputs=outputs)
         dtype = str(whole.dtype).removeprefix("torch.")
         size = dtype if fields.get("splits") else f"{whole.numel():,} {dtype}"
@@ -111,7 +125,8 @@ class RecordingGroup(_ProcessGroup):
         call = Call(
             self.ranks, op, size, whole.nbytes, operation.started_at, self.recorder.moment, **fields
         )
-        self.recorder.calls.append(call)
+        whole_outputs = outputs if gathered is None else [gathered]
+        self.recorder.add_call(call, inputs=inputs, outputs=whole_outputs)
         return Handle(self.recorder, operation)
 
 

@@ -37,7 +37,7 @@ from nanotrain.quantities import round_up
 BLOCK_BYTES = 512  # torch's allocator on GPUs rounds every size up to a multiple of this
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _SEQUENCES = (list, tuple)
-_HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner"))
+_HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner", "prove"))
 # Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
 _METADATA_ONLY = {
     "empty_like",
@@ -166,16 +166,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        operands = _tensors((*args, *kwargs.values()))
+        operands = tensors_of((*args, *kwargs.values()))
         if self.in_flight and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
             if self._are_in_flight(operands):
-                written = _written_tensors(func, args, kwargs=kwargs)
+                written = written_tensors(func, args, kwargs=kwargs)
                 written_ids = set(map(id, written))
                 read = [tensor for tensor in operands if id(tensor) not in written_ids]
                 self.check(func._schema.name, reads=read, writes=written)
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_of((result,)):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return result
@@ -191,6 +191,15 @@ class Recorder(TorchDispatchMode):
             self.moment += 1
         else:
             self.moment = 0
+
+    def add_call(self, call: Call, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Note an operation over a process group, which has just been started.
+
+        Args:
+            call: the operation.
+            inputs, outputs: its tensors, whole; an all-reduce is in place.
+        """
+        self.calls.append(call)
 
     def check(
         self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
@@ -322,22 +331,22 @@ def _written(func: Any) -> list[tuple[int, str]]:
     return written
 
 
-def _written_tensors(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written_tensors(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that an operator writes to."""
     values = []
     for position, name in _written(func):
         values.append(args[position] if position < len(args) else kwargs.get(name))
-    return _tensors(values)
+    return tensors_of(values)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def tensors_of(values: Sequence[Any]) -> list[Tensor]:
     """All tensors in nested sequences."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, _SEQUENCES):
-            tensors += _tensors(value)
+            tensors += tensors_of(value)
     return tensors
 
 
@@ -397,7 +406,7 @@ def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:
 
 
 def place() -> str:
-    """The source location for a race: the innermost running functions outside comm/, planner/."""
+    """The source location for messages: the innermost running functions of other packages."""
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(lines) < 3:

@@ -281,5 +281,4 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
 
 def _once_per_tp_group(loss_sum: Tensor, context: ParallelContext) -> Tensor:
     """[1] fp64, the loss on the first rank of a tp group, zero on the others."""
-    loss = loss_sum.double()[None]
-    return loss if context.groups["tp"].is_first else torch.zeros_like(loss)
+    return context.groups["tp"].once(loss_sum.double()[None])

@@ -263,7 +263,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             log_probs = log_probs * mask
             total -= log_probs.sum()
             if targets.groups is not None:
-                counts = mask if shard.group.is_first else torch.zeros_like(mask)
+                counts = shard.group.once(mask)
                 targets.groups.add(-log_probs, counts, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope

@@ -63,7 +63,7 @@ class MTPLosses(StepPart):
         sums = torch.stack([layer.loss_sum for layer in self._layers]) if self._layers else none
         for layer in self._layers:
             layer.loss_sum.zero_()
-        return sums if self._tp.is_first else none
+        return self._tp.once(sums)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         means = [total / count for total, count in zip(sums, self._num_tokens, strict=True)]

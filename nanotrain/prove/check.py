@@ -1,0 +1,174 @@
+"""The proof of a layout: one rank per kind of pipeline stage trains a step with types.
+
+prove(config, world_size) -> Proof.text(), Proof.faults
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nanotrain.comm.recorded_world import recorded_world
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.schedules import with_batch_size
+from nanotrain.config.schema import with_values
+from nanotrain.config.tables import read_table
+from nanotrain.data.build import build_data
+from nanotrain.dry_run.stand_ins import on_meta
+from nanotrain.parity.shrink import shrink
+from nanotrain.plan.plan import Plan, plan_run
+from nanotrain.prove.axes import Axes
+from nanotrain.prove.rules import TypedRecorder
+from nanotrain.prove.seams import Seams
+from nanotrain.quantities import count_of
+from nanotrain.runs.folder import RunFolder
+from nanotrain.topology.topology import Topology
+from nanotrain.train.build import build_run
+from nanotrain.train.run import RunInputs
+from nanotrain.train.step import train_step
+
+NUM_MICROBATCHES = 2  # the second one adds its gradients to those of the first
+DRY_RUN = Path(__file__).parents[1] / "dry_run"
+NO_SHARD: dict[str, Any] = {
+    "parallel.data_parallel_sharding_strategy": "no_shard",
+    "parallel.num_distributed_optimizer_instances": 1,
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was typed, and what is wrong."""
+
+    topology: Topology
+    ranks: tuple[int, ...]  # that were typed
+    parameters: frozenset[str]  # whose gradients were followed
+    num_operators: int
+    num_sums: int
+    faults: tuple[str, ...]
+
+    def text(self) -> str:
+        """The report."""
+        ranks = count_of(self.topology.world_size, "rank")
+        operators = count_of(self.num_operators, "operator")
+        lines = [
+            f"{ranks}: {count_of(len(self.ranks), 'rank')} typed, {operators}, "
+            f"{count_of(self.num_sums, 'sum')} of gradients"
+        ]
+        if not self.faults:
+            parameters = count_of(len(self.parameters), "parameter")
+            lines.append(
+                f"proved: the gradients of {parameters} are summed once over their axes, "
+                "the norm counts each element once, and all ranks step alike"
+            )
+        lines += [f"error: {fault}" for fault in self.faults]
+        return "\n".join(lines)
+
+
+def prove(config: Config, world_size: int) -> Proof:
+    """Type a step of every kind of rank of a layout.
+
+    Types do not depend on sizes, so the model is shrunk: of equal layers two per stage are typed.
+    Where data-parallel ranks share gradients, a second run without shards sees the sums over tp of
+    all parameters; a shard has some of them only.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+
+    Raises:
+        TopologyError: the groups of the layout have no common axes.
+    """
+    small = shrink(config, world_size, num_steps=1)
+    small = replace(small, precision=replace(config.precision, fp8=None))
+    small = with_values(small, read_table("settings", folder=DRY_RUN))
+    small = _with_few_microbatches(small, world_size)
+    topology = Topology.of(small.parallel, world_size, has_experts=small.model.moe is not None)
+    variants = [small]
+    is_sharded = small.parallel.data_parallel_sharding_strategy != "no_shard"
+    if is_sharded and topology.size("tp") * topology.size("pp") > 1:
+        variants.append(with_values(small, NO_SHARD))
+    ranks = []
+    parameters: set[str] = set()
+    faults: dict[str, None] = {}
+    num_operators = 0
+    num_sums = 0
+    shapes: dict[Any, Any] = {}
+    for variant in variants:
+        for rank, plan in _kinds_of_ranks(variant, topology).items():
+            seams = _type_rank(plan, shapes=shapes)
+            ranks.append(rank)
+            parameters |= seams.typed
+            faults |= seams.recorder.faults
+            num_operators += seams.recorder.num_operators
+            num_sums += seams.recorder.num_sums
+    return Proof(
+        topology,
+        tuple(dict.fromkeys(ranks)),
+        frozenset(parameters),
+        num_operators,
+        num_sums,
+        tuple(faults),
+    )
+
+
+def _with_few_microbatches(config: Config, world_size: int) -> Config:
+    """The configuration with as few microbatches as its schedule has."""
+    few = NUM_MICROBATCHES
+    if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
+        few = config.parallel.pipeline_model_parallel_size
+    dp = config.parallel.data_parallel_size(world_size)
+    return with_batch_size(config, config.train.micro_batch_size * dp * few)
+
+
+def _kinds_of_ranks(config: Config, topology: Topology) -> Mapping[int, Plan]:
+    """The plan of one rank per kind of stages."""
+    plans: dict[Any, tuple[int, Plan]] = {}
+    for rank in topology.members(0, "pp"):
+        plan = plan_run(config, topology.world_size, rank=rank)
+        kind = tuple(_kind_of_stage(stage.params) for stage in plan.stages)
+        plans.setdefault(kind, (rank, plan))
+    return dict(plans.values())
+
+
+def _kind_of_stage(params: Any) -> tuple[Any, ...]:
+    """The parameters of a stage without the numbers of layers."""
+    kinds = []
+    for param in params:
+        name = ".".join(part for part in param.spec.name.split(".") if not part.isdigit())
+        kinds.append((name, param.spec.shape, param.spec.shards, param.spec.grad_sum_axes))
+    return tuple(kinds)
+
+
+def _type_rank(plan: Plan, *, shapes: dict[Any, Any]) -> Seams:
+    """Build the run of a rank and train a step with types."""
+    axes = Axes.of(plan.topology, rank=plan.rank)
+    hidden = axes.masks["dp_cp"]
+    if plan.config.parallel.sequence_parallel:
+        hidden |= axes.masks["tp"]
+    recorder = TypedRecorder(axes, plan.rank, hidden_axes=hidden, shapes=shapes)
+    seams = Seams(plan, axes, recorder)
+    with (
+        TemporaryDirectory() as folder,
+        recorded_world(plan.topology, plan.rank, recorder=recorder) as context,
+        on_meta(plan),
+        seams.active(),
+        recorder,
+    ):
+        run = build_run(plan, _run_inputs(plan, Path(folder)), context=context)
+        seams.declare_weights(run)
+        batch = run.batch_iterator.next()
+        assert batch is not None, "no rank stops here"
+        train_step(run, seams.declare_batch(batch))
+        run.batch_iterator.discard()
+        for data_parallel in run.data_parallel:
+            data_parallel.wait_for_params()
+        seams.check_weights(run)
+    return seams
+
+
+def _run_inputs(plan: Plan, folder: Path) -> RunInputs:
+    """A run folder and mock data."""
+    data = replace(DataConfig(), mock_data=True, seq_length=plan.config.data.seq_length)
+    datasets = build_data(data, vocab_size=plan.shape.vocab_size, seed=0, required={"train"})
+    return RunInputs(RunFolder(folder), datasets)

@@ -1,0 +1,44 @@
+"""`prove`: layouts that hold are proved, and mistakes planted in a run are found."""
+
+import pytest
+
+from nanotrain.cli.dry_run import complete
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line
+from nanotrain.prove.check import Proof, prove
+
+DENSE = "+config=tiny --vocab-size 512"
+EXPERTS = "+config=tiny_moe --vocab-size 512"
+TP = "--tensor-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel"
+OPTIM = "--data-parallel-sharding-strategy optim"
+
+
+def proof_of(line: str, world_size: int) -> Proof:
+    return prove(complete(load_line(parse(line.split()))), world_size)
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size"),
+    [
+        (f"{DENSE} {SP} --data-parallel-sharding-strategy optim_grads_params", 8),
+        (f"{DENSE} {TP} --pipeline-model-parallel-size 2 --context-parallel-size 2", 8),
+        (f"{EXPERTS} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 8),
+        (
+            f"{EXPERTS} {OPTIM} --num-distributed-optimizer-instances 2 --ddp-average-in-collective",
+            8,
+        ),
+    ],
+)
+def test_a_layout_is_proved(line: str, world_size: int) -> None:
+    proof = proof_of(line, world_size)
+    assert not proof.faults
+    assert proof.num_sums > len(proof.parameters) > 6
+    assert "proved: the gradients of" in proof.text()
+
+
+def test_a_rank_of_thousands_is_proved() -> None:
+    line = f"{DENSE} {SP} {OPTIM} --pipeline-model-parallel-size 2 --global-batch-size 4096"
+    proof = proof_of(line, 16384)
+    assert not proof.faults
+    assert proof.text().startswith("16,384 ranks: 2 ranks typed")
