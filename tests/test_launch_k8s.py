@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.harness import HANG_S
@@ -108,7 +109,52 @@ def test_a_pod_has_the_node_rank_of_its_index(tmp_path):
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"}
     command = [*container_of(job)["command"], "--lr", "a  b"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.stdout == "--node-rank 3 --lr a  b\n"
+    assert done.stdout == "--node-rank 3 --lr a  b\n" and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [("restart: x", 1), ("exclude node7: x", 4), ("stop: x", 3), ("", 3)],
+)
+def test_a_failed_pod_obeys_the_verdict(tmp_path, verdict, code):
+    _, job = yaml.safe_load_all(render("--lr", "a  b", **NEEDED, NODES="3").stdout)
+    spec = job["spec"]
+    assert spec["backoffLimit"] == 30 and spec["template"]["spec"]["restartPolicy"] == "Never"
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [3, 4]
+    for name, text in (
+        ("torchrun", "exit 1"),
+        ("nanotrain", 'for word; do echo "<$word>"; done >&2\necho "$VERDICT"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+    container = container_of(job)
+    done = subprocess.run(
+        [*container["command"], *container["args"]],
+        env=environment | {"VERDICT": verdict},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == code and f"verdict: {verdict}\n" in done.stderr
+    words = [line[1:-1] for line in done.stderr.splitlines() if line.startswith("<")]
+    assert words[:3] == ["verdict", "--exit-code", "1"] and words[5:] == ["--lr", "a  b"]
+
+
+def test_a_deleted_pod_saves_and_is_not_judged(tmp_path):
+    _, job = yaml.safe_load_all(render(**NEEDED).stdout)
+    program = "trap 'echo saved; exit 1' TERM\necho ready\nwhile :; do sleep 0.02; done\n"
+    (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{program}")
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+    pod = subprocess.Popen(
+        container_of(job)["command"], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert pod.stdout.readline() == "ready\n"
+    pod.terminate()
+    rest, _ = pod.communicate(timeout=HANG_S)
+    assert rest == "saved\n" and pod.returncode == 1
 
 
 def test_an_image_and_a_volume_are_needed():

@@ -1,6 +1,7 @@
 """scripts/launch_slurm with stubs of Slurm and torchrun: what is started, and what signals do."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +32,7 @@ exit $code
     'echo "$@" > started$SLURM_NODEID\n'
     "trap 'echo saved >> log; exit 1' TERM\nkill -USR1 $$\necho survived >> log\n"
     'test "$MODE" = done && exit 3\nwhile :; do sleep 0.02; done\n',
+    "nanotrain": 'echo "$@" >> asked; echo "$VERDICT"\n',
     "scontrol": 'test "$1" = show && printf "node7\\nnode8\\n" || echo "$@" >> log\n',
     "nvidia-smi": 'test "$MODE $SLURMD_NODENAME" = "hangs node8" && exec sleep 60\n'
     'count=8; test "$MODE $SLURMD_NODENAME" = "lost node8" && count=7\n'
@@ -100,6 +102,35 @@ def test_a_signal_lets_every_node_save_and_the_time_limit_queues_it_again(
     assert (
         tmp_path / "log"
     ).read_text() == "survived\n" * 2 + "scancel --signal=TERM 41\n" + "saved\n" * 2 + end
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("restart: rank 1 was killed", ["requeue 41"]),
+        (
+            "exclude node8.cluster,node7: they are gone",
+            ["requeuehold 41", "update JobId=41 ExcNodeList=node7,node8", "release 41"],
+        ),
+        ("stop: the same start fails again", []),
+        ("", []),
+    ],
+)
+def test_a_failed_job_obeys_its_verdict(job, tmp_path, verdict, said):
+    process = job("done", VERDICT=verdict)
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 3 and f"verdict: {verdict}\n" in errors
+    assert (tmp_path / "log").read_text().splitlines() == ["survived"] * 2 + said
+    asked = (tmp_path / "asked").read_text()
+    assert re.fullmatch(r"verdict --exit-code 3 --since \d{10} --lr 1\n", asked)
+
+
+def test_a_job_is_not_restarted_without_end(job, tmp_path):
+    process = job("done", VERDICT="restart: again", SLURM_RESTART_COUNT="10")
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 3
+    assert errors.endswith("not started again after 10 restarts; NANOTRAIN_RESTARTS allows more\n")
+    assert "requeue" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,17 @@
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
          -> one process per rank                          launch/start_ranks.py
+     -> after a failure the verdict on it             runs/verdict.py
 
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
 
-from collections.abc import MutableMapping, Sequence
+import platform
+import sys
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from nanotrain.cli.checks import refuse_inside_torchrun
 from nanotrain.config.flags import known_flags, parse
@@ -16,8 +21,10 @@ from nanotrain.config.load import load_line, reply
 from nanotrain.config.overrides import begins_argument
 from nanotrain.config.rules.check import validate_start
 from nanotrain.config.suggest import by_spelling
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.paths import expanded
+from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.verdict import judge_run
 from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
@@ -144,4 +151,29 @@ def launch(
         check_ranks(program, options=options, check=check)
         return 0
     check_local_files(loaded)
-    return start_ranks(program, options=options, environment=environment, check=check)
+    folder = RunFolder.of(loaded.config).path
+    return start_ranks(
+        program,
+        options=options,
+        environment=environment,
+        check=check,
+        on_failure=partial(print_verdict, folder, since_s=time.time()),
+    )
+
+
+def print_verdict(folder: Path, exit_codes: Mapping[int, int], *, since_s: float) -> None:
+    """Judge a failed attempt of a run, and print the verdict.
+
+    Args:
+        folder: run folder; without one the message of the ranks says all.
+        exit_codes: exit codes of ranks of this machine.
+        since_s: when the attempt began, in seconds since the epoch.
+    """
+    if not folder.is_dir():
+        return
+    try:
+        verdict = judge_run(folder, since_s=since_s, exit_codes=exit_codes, host=platform.node())
+    except NanotrainError as error:
+        print(f"no verdict: {error}", file=sys.stderr, flush=True)
+        return
+    print(f"verdict: {verdict.line}", file=sys.stderr, flush=True)

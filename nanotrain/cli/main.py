@@ -32,6 +32,7 @@ from nanotrain.cli.prove import prove
 from nanotrain.cli.runs import compare, report, runs, timeline, watch
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.topology import topology
+from nanotrain.cli.verdict import verdict
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
@@ -140,6 +141,7 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "watch": watch,
     "runs": runs,
+    "verdict": verdict,
     "compare": compare,
     "timeline": timeline,
     "config": config,

@@ -62,6 +62,7 @@ def start_ranks(
     options: Sequence[str],
     environment: MutableMapping[str, str],
     check: Callable[[int], object],
+    on_failure: Callable[[Mapping[int, int]], object] | None = None,
 ) -> int:
     """Run a program with one process per rank of this machine.
 
@@ -70,6 +71,8 @@ def start_ranks(
         options: torchrun's options.
         environment: environment of this process; OMP_NUM_THREADS is set in it unless it is there.
         check: function that raises for a number of ranks that the program cannot run on.
+        on_failure: function that is called with the exit codes of failed ranks, negative for a
+            signal, unless the job was stopped.
 
     Returns:
         The exit code.
@@ -86,7 +89,7 @@ def start_ranks(
     require_host_memory(num_local)
     environment.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_local)))
     with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
-        return run_ranks(args, stops)
+        return run_ranks(args, stops, on_failure=on_failure)
 
 
 def check_ranks(
@@ -258,12 +261,18 @@ def local_world_size(text: str) -> int:
     return number
 
 
-def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
+def run_ranks(
+    args: Namespace,
+    stops: Sequence[int],
+    *,
+    on_failure: Callable[[Mapping[int, int]], object] | None = None,
+) -> int:
     """Run the ranks until they end; returns the exit code.
 
     Args:
         args: torchrun's arguments.
         stops: signals that were sent on to the ranks, filled while they run.
+        on_failure: as for `start_ranks`.
 
     Raises:
         ConfigError: options that contradict each other.
@@ -287,7 +296,10 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
     try:
         elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
-        return exit_code(error.failures, is_stopped=bool(stops))
+        code = exit_code(error.failures, is_stopped=bool(stops))
+        if on_failure is not None and not stops:
+            on_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
+        return code
     except SignalException as error:  # TORCH_SIGNALS
         return 128 + int(error.sigval)
     except (ValueError, RendezvousError, DistError) as error:

@@ -7,6 +7,9 @@ runs/<name>/
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
   data-order.jsonl   settings of the sample order, per start and rollback (`nanotrain data`)
   data-mix.jsonl     stages after `nanotrain data mix`, by the step that they begin with
+  hang-report.txt    which rank the others waited for; hang-report.json for programs
+  failures/          the error that ended a rank, by rank
+  verdicts.jsonl     what to do after each failure (`nanotrain verdict`)
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run
   run.lock           held by the job that trains in the folder

@@ -35,6 +35,7 @@ from nanotrain.errors import (
     report,
 )
 from nanotrain.log import get_logger, start_logging
+from nanotrain.runs.failures import recording
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
 from nanotrain.scheduler import require_one_task
@@ -102,7 +103,14 @@ def pretrain(config: Config) -> "RunHistory":
 
 
 def train(loaded: Loaded) -> None:
-    """Train a configuration and its origins on this rank."""
+    """Train a configuration and its origins on this rank; a failure is noted in the run folder."""
+    folder = RunFolder.of(loaded.config).path
+    rank = os.environ.get("RANK", "0")
+    with recording(folder, rank=int(rank) if rank.isdecimal() else 0):
+        _train(loaded)
+
+
+def _train(loaded: Loaded) -> None:
     require_one_task(os.environ)
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
     validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)

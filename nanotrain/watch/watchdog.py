@@ -34,9 +34,17 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
 from nanotrain.quantities import count_of
+from nanotrain.runs.failures import HangRank, HangRecord
 from nanotrain.runs.files import write_text
 from nanotrain.watch.processes import RankProcess, lost_port, share_heartbeats, state_of, tcp_ports
-from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, unmatched_collectives
+from nanotrain.watch.report import (
+    STATES,
+    Diagnosis,
+    RankView,
+    diagnose,
+    report_text,
+    unmatched_collectives,
+)
 
 REPORT = "hang-report.txt"
 WRITTEN = "written"  # file with the headline, once the report is complete
@@ -336,6 +344,7 @@ class Watchdog:
             diagnosis, views, topology=self._topology, title=title, recorded=recorded
         )
         write_text(path, text)
+        hang_record(diagnosis, views, time_s=now.timestamp()).write(self._folder)
         # an alarm explains nothing
         facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
@@ -352,6 +361,23 @@ class Watchdog:
             if process.rank != self._rank and state_of(process) == "T":
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
+
+
+def hang_record(
+    diagnosis: Diagnosis, views: Mapping[int, RankView], *, time_s: float
+) -> HangRecord:
+    """The report as a record, by which the failure is judged (`runs/verdict.py`).
+
+    Args:
+        diagnosis: diagnosis of the ranks.
+        views: views of all ranks.
+        time_s: time of the report, in seconds since the epoch.
+    """
+    ranks = []
+    for rank in diagnosis.ranks:
+        view = views[rank]
+        ranks.append(HangRank(rank, view.host, STATES.get(view.state, view.state)))
+    return HangRecord(time_s, "; ".join(diagnosis.headline.splitlines()), tuple(ranks))
 
 
 def _wait_until(is_done: Callable[[], object], timeout_s: float) -> None:

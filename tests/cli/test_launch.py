@@ -1,9 +1,12 @@
 """torchrun's options among the training arguments, and what is answered before a rank starts."""
 
+import platform
+import time
+
 import numpy as np
 import pytest
 
-from nanotrain.cli.launch import OPTIONS, SWITCHES, launch, split_arguments
+from nanotrain.cli.launch import OPTIONS, SWITCHES, launch, print_verdict, split_arguments
 from nanotrain.cli.main import main
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.arguments import SWITCHES as CONFIG_SWITCHES
@@ -12,6 +15,7 @@ from nanotrain.config.megatron import megatron
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.launch import start_ranks
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.runs.verdict import read_verdicts
 from nanotrain.train import main as entry
 
 
@@ -101,7 +105,7 @@ def test_with_one_the_ranks_get_the_other_arguments(monkeypatch):
     monkeypatch.setattr(
         start_ranks,
         "start_ranks",
-        lambda program, *, options, environment, check: (
+        lambda program, *, options, environment, check, on_failure: (
             seen.extend([options, program]) or check(2) or 7
         ),
     )
@@ -162,3 +166,18 @@ def test_named_files_are_checked_before_a_rank_starts(flags, message, tmp_path, 
     with pytest.raises(NanotrainError, match=message):
         launch(["--nproc-per-node=2"], ["+config=tiny", *flags], environment={})
     assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx"}
+
+
+def test_a_failed_attempt_is_judged_by_what_its_ranks_noted(tmp_path, capsys):
+    folder = tmp_path / "run"
+    print_verdict(folder, {1: -9}, since_s=0.0)
+    assert capsys.readouterr().err == "", "without a folder the message of the ranks says all"
+    folder.mkdir()
+    print_verdict(folder, {1: -9}, since_s=time.time())
+    assert capsys.readouterr().err == "verdict: restart: SIGKILL ended a rank\n"
+    (verdict,) = read_verdicts(folder)
+    assert verdict.hosts == (platform.node(),)
+    (folder / "verdicts.jsonl").unlink()
+    (folder / "verdicts.jsonl").symlink_to(tmp_path / "other")
+    print_verdict(folder, {1: -9}, since_s=time.time())
+    assert capsys.readouterr().err.startswith("no verdict: ")

@@ -348,3 +348,18 @@ def test_a_wrong_meeting_point_is_one_error(start):
         match="did not meet: ValueError: .*; give all .* --rdzv-endpoint HOST:PORT",
     ):
         start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:port")
+
+
+def test_the_exit_codes_of_failed_ranks_are_passed_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    (tmp_path / "killed_program.py").write_text(program)
+    codes: dict[int, int] = {}
+    code = launcher.start_ranks(
+        ["killed_program"],
+        options=["--nproc-per-node=1"],
+        environment=os.environ,
+        check=lambda world_size: None,
+        on_failure=codes.update,
+    )
+    assert code == 128 + signal.SIGKILL and codes == {0: -signal.SIGKILL}

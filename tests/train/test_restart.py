@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from nanotrain.runs.failures import read_hang
 from nanotrain.train import fit as trainer
 from nanotrain.train import main as entry
 from nanotrain.watch import watchdog
@@ -82,5 +83,7 @@ def test_a_run_with_a_killed_rank_is_started_again_by_torchrun_and_ends_as_if_no
     says = r"rank 1 \(dp1, host \S+, pid \d+\) ended without an error"
     assert re.search(f"error: .*{says}", output, re.DOTALL), output
     assert re.search(says, (tmp_path / "run" / watchdog.REPORT).read_text())
+    (lost,) = read_hang(tmp_path / "run").ranks
+    assert (lost.rank, lost.state) == (1, "lost")
     assert "step-00000004: step 4, 48 samples consumed" in output, "and the run resumed"
     assert_same_to_the_bit(tmp_path / "run", tmp_path / "reference")

@@ -17,6 +17,8 @@ import pytest
 
 from nanotrain.comm.heartbeat import RECORD_BYTES
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.runs.failures import HangRank, read_hang
+from nanotrain.runs.verdict import judge_run
 from nanotrain.topology.topology import Topology
 from nanotrain.watch.processes import RankProcess, start_time, state_of
 from nanotrain.watch.report import Diagnosis
@@ -52,6 +54,11 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     report = (tmp_path / "run" / REPORT).read_text()
     assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) is stopped" in report
     assert re.search(r"^0 +dp0 .* sleeping|^0 +dp0 .* running", report, re.M), report
+    record = read_hang(tmp_path / "run")
+    assert record.ranks == (HangRank(1, os.uname().nodename, "stopped"),)
+    verdict = judge_run(tmp_path / "run", job_exit_code=2)
+    assert (verdict.action, verdict.rule) == ("restart", "hang")
+    assert f"pid {rank}) is stopped" in verdict.reason and verdict.step >= 2
     (folder,) = (tmp_path / "run").glob("hang-2*")
     assert [path.name for path in folder.glob("rank-*.txt")] == ["rank-00000.txt"]
     # of gloo's collectives, by torch

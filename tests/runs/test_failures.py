@@ -1,0 +1,59 @@
+"""The notes of ranks on their failures."""
+
+import pytest
+
+from nanotrain.errors import ConfigError, LocalFault
+from nanotrain.runs.failures import (
+    FOLDER,
+    HANG,
+    HangRank,
+    HangRecord,
+    RankFailure,
+    read_failures,
+    read_hang,
+    recording,
+    write_failure,
+)
+
+
+def fail(folder, error: Exception, *, rank: int) -> None:
+    with pytest.raises(type(error)), recording(folder, rank=rank):
+        raise error
+
+
+def test_what_all_ranks_raise_is_noted_once_and_what_one_raises_by_it(tmp_path):
+    for rank in range(3):
+        fail(tmp_path, ConfigError("tp=3", why="8 ranks", fix="tp=2"), rank=rank)
+    fail(tmp_path, LocalFault("rank 5 ran out of memory"), rank=5)
+    fail(tmp_path, KeyError("layers"), rank=6)
+    first, memory, code = read_failures(tmp_path)
+    assert (first.rank, first.text, first.is_foreseen) == (0, "ConfigError: tp=3: 8 ranks", True)
+    assert (memory.rank, memory.kind, memory.fix) == (5, "LocalFault", "")
+    assert (code.rank, code.is_foreseen) == (6, False)
+    assert code.text.startswith("KeyError: 'layers': test_failures.py:")
+    assert read_failures(tmp_path, since_s=code.time_s) == [code]
+
+
+def test_a_folder_that_is_not_there_is_not_made_and_an_interrupt_is_no_failure(tmp_path):
+    fail(tmp_path / "none", ConfigError("x"), rank=0)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(KeyboardInterrupt), recording(tmp_path, rank=0):
+        raise KeyboardInterrupt
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_damaged_notes_are_left_out(tmp_path):
+    write_failure(tmp_path, RankFailure(1, "a", 2.0, "KeyError", "x"))
+    (tmp_path / FOLDER / "rank-00002.json").write_text('{"rank": 2}')
+    (tmp_path / FOLDER / "rank-00003.json").write_text("{")
+    assert [failure.rank for failure in read_failures(tmp_path)] == [1]
+
+
+def test_a_hang_record_is_read_back_unless_it_is_older(tmp_path):
+    assert read_hang(tmp_path) is None
+    record = HangRecord(5.0, "rank 1 is behind", (HangRank(1, "node7", "running"),))
+    record.write(tmp_path)
+    assert read_hang(tmp_path, since_s=5.0) == record
+    assert read_hang(tmp_path, since_s=6.0) is None
+    (tmp_path / HANG).write_text('{"time_s": 5.0, "headline": "x", "ranks": [1]}')
+    assert read_hang(tmp_path) is None
