@@ -105,7 +105,7 @@ def test_a_signal_lets_every_node_save_and_the_time_limit_queues_it_again(
 
 
 @pytest.mark.parametrize(
-    ("verdict", "said"),
+    ("verdict", "calls"),
     [
         ("restart: rank 1 was killed", ["requeue 41"]),
         (
@@ -116,13 +116,13 @@ def test_a_signal_lets_every_node_save_and_the_time_limit_queues_it_again(
         ("", []),
     ],
 )
-def test_a_failed_job_obeys_its_verdict(job, tmp_path, verdict, said):
+def test_a_failed_job_obeys_its_verdict(job, tmp_path, verdict, calls):
     process = job("done", VERDICT=verdict)
     _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 3 and f"verdict: {verdict}\n" in errors
-    assert (tmp_path / "log").read_text().splitlines() == ["survived"] * 2 + said
-    asked = (tmp_path / "asked").read_text()
-    assert re.fullmatch(r"verdict --exit-code 3 --since \d{10} --lr 1\n", asked)
+    assert (tmp_path / "log").read_text().splitlines() == ["survived"] * 2 + calls
+    arguments = (tmp_path / "asked").read_text()
+    assert re.fullmatch(r"verdict --exit-code 3 --since \d{10} --lr 1\n", arguments)
 
 
 def test_a_job_is_not_restarted_without_end(job, tmp_path):

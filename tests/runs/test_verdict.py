@@ -189,8 +189,8 @@ def test_three_failures_without_a_step_stop_the_run():
 def test_the_first_error_counts_and_what_it_needs_decides():
     """Ranks that lose another one fail too, and later."""
     early = replace(error_of(KeyError("layers"), rank=3, host="node8"), time_s=1.0)
-    late = replace(error_of(ReportedFault("rank 3 ended")), time_s=2.0)
-    verdict = judge(Evidence(failures=[early, late]))
+    later = replace(error_of(ReportedFault("rank 3 ended")), time_s=2.0)
+    verdict = judge(Evidence(failures=[early, later]))
     assert verdict.action == "stop" and verdict.reason == "rank 3: KeyError: 'layers'"
 
 
