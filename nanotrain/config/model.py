@@ -369,6 +369,15 @@ class ModelConfig(ModelFields):
         pairs = zip(layers, self.moe_layers, strict=True)
         return tuple(is_hashed and has_experts for is_hashed, has_experts in pairs)
 
+    def router_kind(self, layer: int) -> str:
+        """The kind of router of a layer with experts, by its index in the model: a row of `ROUTERS`
+        in model/moe.py.
+        """
+        assert self.moe is not None, "a dense model has no routers"
+        if layer < self.num_layers and self.hash_layers[layer]:
+            return "hash"
+        return "sinkhorn" if self.moe.uses_sinkhorn else "topk"
+
     @property
     def softmax_attention(self) -> str:
         """The kind of the layers with softmax attention."""

@@ -7,7 +7,7 @@
     mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
     recurrence.py           convolutions and states of these, over cp and in generation
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
-    hash_router.py          experts that the token id chooses
+    hash_router.py, router_sinkhorn.py     experts that the token id or a plan chooses
     mtp.py                  multi-token prediction
     norm.py, rope.py, activations.py                   their parts
     norm_casts.py, down_projection.py                  norms and SwiGLU that fp8 casts compute

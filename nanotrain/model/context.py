@@ -71,6 +71,11 @@ class ModelParallel:
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
+    @property
+    def routing_tp(self) -> Group:
+        """The tp ranks that route different tokens; a single rank where every rank has all."""
+        return Group.single_rank("tp") if self.sequence.size == 1 else self.tp.group
+
     def for_layer(self, layer: int) -> "ModelParallel":
         """The groups and options of one layer, without fp8 if the layer is excluded from it."""
         if layer not in self.layers_in_bf16:

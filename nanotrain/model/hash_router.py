@@ -1,8 +1,5 @@
 """Experts that a table chooses by the token id (DeepSeek-V4, section 2.1; Roller et al. 2021).
 
-    HashRouter       a router that only weighs the experts of the table
-    HashedMoELayer   a mixture of experts with such a router
-
 The table is part of the model and not trained. In a new model it has random distinct experts for
 every token, the same on all ranks and in every run.
 
@@ -17,26 +14,22 @@ from torch import Tensor
 
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.model.context import LayerContext, ModelParallel
-from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
-from nanotrain.parallel.ep.token_dispatcher import Routing
 
 TOKENS_AT_ONCE = 2**13  # tokens whose experts are drawn at once
 
 
 class HashRouter(Router):
-    """A router whose experts are those of the token.
+    """A router that only weighs the experts of the token.
 
     It has no bias and no balance losses, as what it learns changes no choice.
 
     Args:
-        moe: number of experts, scores.
+        model_config: number of experts, scores, vocabulary.
         params: as of `Router`.
         parallel: as of `Router`.
-        norm_epsilon: as of `Router`.
-        vocab_size: V.
-        layer: index in the model.
+        layer: index in the model; each has a table of its own.
 
     Attributes:
         token_experts: [V, K] fp32 buffer, the experts of every token; in a checkpoint.
@@ -45,22 +38,21 @@ class HashRouter(Router):
     token_experts: Tensor
 
     def __init__(
-        self,
-        moe: MoEConfig,
-        params: Parameters,
-        *,
-        parallel: ModelParallel,
-        norm_epsilon: float,
-        vocab_size: int,
-        layer: int,
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
+        moe = model_config.moe
+        vocab_size = model_config.vocab_size
+        assert moe is not None and vocab_size is not None, (
+            "a complete model has experts and a vocabulary"
+        )
         without_balance = replace(
             moe,
             router_enable_expert_bias=False,
             router_load_balancing_type=["none"],
             aux_loss_coeff=[0.0],
         )
-        super().__init__(without_balance, params, parallel=parallel, norm_epsilon=norm_epsilon)
+        unbalanced = replace(model_config, moe=without_balance)
+        super().__init__(unbalanced, params, parallel=parallel, layer=layer)
         table = draw_experts(vocab_size, moe, layer=layer)
         self.register_buffer("token_experts", table)
 
@@ -74,7 +66,8 @@ class HashRouter(Router):
     ) -> Tensor:
         """[B, S, K] int64, the experts of the tokens."""
         assert context.tokens is not None, "a stage passes its tokens on"
-        return self.token_experts[context.tokens].long()
+        tokens = context.tokens[:, self.local_tokens(logits.shape[1])]
+        return self.token_experts[tokens].long()
 
 
 def draw_experts(vocab_size: int, moe: MoEConfig, *, layer: int) -> Tensor:
@@ -87,29 +80,3 @@ def draw_experts(vocab_size: int, moe: MoEConfig, *, layer: int) -> Tensor:
         drawn = torch.rand(shape, generator=generator, device="cpu")
         parts.append(drawn.topk(moe.router_topk, dim=-1).indices)
     return torch.cat(parts).float()
-
-
-class HashedMoELayer(MoELayer):
-    """A mixture of experts whose router is a `HashRouter`."""
-
-    def build_router(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
-    ) -> Router:
-        """The router; arguments as of the layer."""
-        assert model_config.moe is not None and model_config.vocab_size is not None, (
-            "a complete model has experts and a vocabulary"
-        )
-        return HashRouter(
-            model_config.moe,
-            params,
-            parallel=parallel,
-            norm_epsilon=model_config.norm_epsilon,
-            vocab_size=model_config.vocab_size,
-            layer=layer,
-        )
-
-    def route(self, local: Tensor, context: LayerContext) -> Routing:
-        """Choose the experts of the local tokens [B, S or S/tp, H]."""
-        assert context.tokens is not None, "a stage passes its tokens on"
-        tokens = context.tokens[:, self.local_tokens(local.shape[1])]
-        return super().route(local, replace(context, tokens=tokens))

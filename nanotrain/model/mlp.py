@@ -12,7 +12,6 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.down_projection import fused_projection
-from nanotrain.model.hash_router import HashedMoELayer
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.tp.layers import (
@@ -83,6 +82,4 @@ def build_mlp(
     shared: MLP | None = None
     if declared := params.submodule("shared"):
         shared = MLP(model_config, declared, tensor_parallel=parallel.tp)
-    is_hashed = layer < model_config.num_layers and model_config.hash_layers[layer]
-    kind = HashedMoELayer if is_hashed else MoELayer
-    return kind(model_config, params, parallel=parallel, shared=shared, dropout=dropout)
+    return MoELayer(model_config, params, parallel=parallel, shared=shared, dropout=dropout)

@@ -27,15 +27,22 @@ from nanotrain.kernels.fp8.layer import ExpertRange, expert_fp8_options
 from nanotrain.kernels.linear import Linear
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.hash_router import HashRouter
 from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
+from nanotrain.model.router_sinkhorn import SinkhornRouter
 from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.fp8_dispatch import dispatch_encoding
-from nanotrain.parallel.ep.token_dispatcher import Routing
 from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
+# by the names of `ModelConfig.router_kind`: __init__(model_config, params, *, parallel, layer)
+ROUTERS: dict[str, type[Router]] = {
+    "topk": Router,
+    "hash": HashRouter,
+    "sinkhorn": SinkhornRouter,
+}
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
 
@@ -63,15 +70,13 @@ class MoELayer(nn.Module):
         super().__init__()
         moe = model_config.moe
         assert moe is not None, "a dense layer has no experts"
-        single = Group.single_rank("tp")
-        self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
-        self._split = single if parallel.tp.sequence_parallel else self._tp
+        self._tp = parallel.routing_tp
+        self._split = Group.single_rank("tp") if parallel.tp.sequence_parallel else self._tp
         self._num_experts = moe.num_experts
         self.has_zero_experts = moe.num_zero_experts > 0
         self.weights_inputs = moe.apply_probs_on_input
-        self.router = self.build_router(
-            model_config, params, parallel=parallel, layer=dropout.layer
-        )
+        router = ROUTERS[model_config.router_kind(dropout.layer)]
+        self.router = router(model_config, params, parallel=parallel, layer=dropout.layer)
         options = replace(
             parallel.dispatch,
             may_drop=moe.may_drop,
@@ -107,14 +112,6 @@ class MoELayer(nn.Module):
         self.sum_scale = build_scale(0.5 if moe.shared_expert_average else 1.0)
         self.dropout = dropout
 
-    def build_router(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
-    ) -> Router:
-        """The router; arguments as of the layer, and its index in the model."""
-        assert model_config.moe is not None, "a dense layer has no experts"
-        epsilon = model_config.norm_epsilon
-        return Router(model_config.moe, params, parallel=parallel, norm_epsilon=epsilon)
-
     @eager
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -137,7 +134,9 @@ class MoELayer(nn.Module):
             a function that waits for the summed outputs of the experts, [B, S, H].
         """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
-        routing = self.route(local, context)
+        routing = self.router(
+            local, context, positions=partial(self._positions, local.shape[_SEQUENCE], context)
+        )
         tokens = self.fc1_latent_proj(self.input_norm(local)).flatten(0, 1)
         if self.weights_inputs:
             # top-1 routing: a token is scaled before it is sent to its one expert
@@ -158,21 +157,13 @@ class MoELayer(nn.Module):
 
         return finish
 
-    def route(self, local: Tensor, context: LayerContext) -> Routing:
-        """Choose the experts of the local tokens [B, S or S/tp, H]."""
-        return self.router(local, context, positions=partial(self._positions, local, context))
-
-    def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
-        """[S] or [S/tp] int64, the positions of the local tokens in their sequence."""
-        tokens = self.local_tokens(local.shape[_SEQUENCE])
+    def _positions(self, length: int, context: LayerContext) -> Tensor:
+        """[length] int64, the positions of the local tokens in their sequence."""
+        tokens = self.router.local_tokens(length)
         if context.sequence_positions is None:
-            return torch.arange(tokens.start, tokens.stop, device=local.device)
+            device = self.router.weight.device
+            return torch.arange(tokens.start, tokens.stop, device=device)
         return context.sequence_positions[tokens]
-
-    def local_tokens(self, length: int) -> slice:
-        """The tokens that this rank routes, among those of its tp group."""
-        first = length * self._tp.index
-        return slice(first, first + length)
 
 
 def build_own_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:

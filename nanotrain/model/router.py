@@ -45,14 +45,13 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.layer_kinds import LoadBalancing, RouterScore
-from nanotrain.config.model import MoEConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.kernels.router_logits import router_logits
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router_quantiles import RequiredBias
-from nanotrain.model.router_sinkhorn import sinkhorn_bias
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
@@ -78,13 +77,14 @@ class Router(StatefulModule):
     """Top-k router.
 
     Args:
-        moe: number of experts, scores, losses and capacity.
+        model_config: number of experts, scores, losses and capacity; epsilon of the norm of its
+            input.
         params: parameters of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits
             where declared; router.scale [H] of its normalized input and router.expert_scale [E] of
             the weights.
-        norm_epsilon: epsilon of the norm of its input.
         parallel: ranks that share a sequence; ranks with different samples, for global_aux_loss;
             recomputation, as a recomputed forward counts nothing.
+        layer: index in the model.
 
     Attributes:
         expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is
@@ -96,24 +96,22 @@ class Router(StatefulModule):
     expert_bias: Tensor | None
 
     def __init__(
-        self,
-        moe: MoEConfig,
-        params: Parameters,
-        *,
-        parallel: ModelParallel,
-        norm_epsilon: float = 1e-6,
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__()
+        moe = model_config.moe
+        assert moe is not None, "a dense layer has no experts"
         self.weight, self.bias = params.linear("router")
         self.scale = params.get("router.scale")
         self.expert_scale = params.get("router.expert_scale")
         self.norm: nn.Module = nn.Identity()
         if self.scale is not None:
-            self.norm = RMSNorm(None, eps=norm_epsilon)
+            self.norm = RMSNorm(None, eps=model_config.norm_epsilon)
         self.moe = moe
         self.num_experts = len(self.weight)
         self.sequence = parallel.sequence
         self.dp = parallel.dp
+        self._tp = parallel.routing_tp
         self._recompute = parallel.recompute
         expert_bias = torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
@@ -169,6 +167,11 @@ class Router(StatefulModule):
                 self.required_bias.count(scores.detach(), self.expert_bias)
         return routing
 
+    def local_tokens(self, length: int) -> slice:
+        """The tokens that this rank routes, among those of its tp group."""
+        first = length * self._tp.index
+        return slice(first, first + length)
+
     @property
     def _counts(self) -> bool:
         """Whether this forward pass is counted: in training, and only once if it is recomputed."""
@@ -205,10 +208,7 @@ class Router(StatefulModule):
         """[B, S, K] int64, the experts of the tokens; context and positions as of `forward`."""
         if self.moe.router_force_load_balancing:
             return self._in_turn(logits, positions())
-        ranked = logits
-        if self.moe.uses_sinkhorn and self.training and torch.is_grad_enabled():
-            ranked = ranked + sinkhorn_bias(ranked, positions=positions(), sequence=self.sequence)
-        return self._select(ranked, scores)
+        return self._select(logits, scores)
 
     def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""

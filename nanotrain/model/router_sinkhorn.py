@@ -15,16 +15,38 @@ Megatron-LM, `moe_utils.sinkhorn`, whose plan is over the tokens of a rank's mic
     B batch   S tokens of a sequence on this rank   L all tokens of a sequence   E experts
 """
 
+from collections.abc import Callable
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
+from nanotrain.model.context import LayerContext
+from nanotrain.model.router import Router
 
 TOLERANCE = 1e-4
 EPSILON = 1e-8
 ITERATIONS = 32  # a number, so that the host does not wait for the device
+
+
+class SinkhornRouter(Router):
+    """A router that chooses experts by a plan in training, and the best ones otherwise."""
+
+    def choose(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        *,
+        context: LayerContext,
+        positions: Callable[[], Tensor],
+    ) -> Tensor:
+        """[B, S, K] int64, the experts of the tokens."""
+        if self.training and torch.is_grad_enabled():
+            bias = sinkhorn_bias(logits, positions=positions(), sequence=self.sequence)
+            logits = logits + bias
+        return super().choose(logits, scores, context=context, positions=positions)
 
 
 @torch.no_grad()

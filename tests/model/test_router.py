@@ -10,6 +10,7 @@ import torch
 from nanotrain.config.layer_kinds import LoadBalancing
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.moe import ROUTERS
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.train.parts.router_balance import router_metrics
@@ -23,8 +24,9 @@ SIGMOID = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_score_function="sigmo
 def build_router(model, *, bias=None):
     """A router whose weight is the identity, so that its input is its logits."""
     weight = torch.nn.Parameter(torch.eye(E))
-    router = Router(
-        model.moe, Parameters({"router.weight": weight}), parallel=ModelParallel.single_rank()
+    params = Parameters({"router.weight": weight})
+    router = ROUTERS[model.router_kind(0)](
+        model, params, parallel=ModelParallel.single_rank(), layer=0
     )
     if bias is not None:
         router.expert_bias.copy_(torch.tensor(bias))
@@ -215,11 +217,8 @@ GLOBAL = replace(
 def gradients_with_padding(ctx):
     """Two microbatches of a sequence per rank, of which the second is padding on rank 1."""
     parallel = replace(ModelParallel.single_rank(), dp=ctx.group("dp"))
-    router = Router(
-        GLOBAL.moe,
-        Parameters({"router.weight": torch.nn.Parameter(torch.eye(E))}),
-        parallel=parallel,
-    )
+    params = Parameters({"router.weight": torch.nn.Parameter(torch.eye(E))})
+    router = Router(GLOBAL, params, parallel=parallel, layer=0)
     gradients = []
     for sequence, is_padding in ((ctx.rank, False), (2 - 2 * ctx.rank, ctx.rank == 1)):
         context = LayerContext(aux_loss_scale=1.0, is_padding=is_padding)
