@@ -30,11 +30,10 @@ from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
-from nanotrain.attention.gathered import cap_scores_, split_rows, wide_product
-from nanotrain.attention.selection import AttachGradients, Index, IndexerLoss, IndexKeys
-from nanotrain.attention.sparse import pack_bits, unpack_bits
+from nanotrain.attention.gathered import split_rows
+from nanotrain.attention.selection import AttachGradients, Index
+from nanotrain.attention.sparse import MaskedSelection, unpack_bits
 from nanotrain.attention.tiles import Spans, Tile, TilePlan, attend_tiles, on_device
-from nanotrain.comm.collectives import all_reduce
 from nanotrain.precision.dtypes import as_fp32
 from nanotrain.spec.kinds.compressed import WINDOW_ROWS
 from nanotrain.spec.kinds.dsa import BLOCK_SCORES
@@ -319,8 +318,9 @@ def attend_compressed(
     )
     gradients: list[Tensor] = []
     if index is not None:
-        selection = _Selection(index, plan, None if scores is None else scores.softcap)
-        plan, gradients = selection.run(query=query.detach(), compressed=compressed.keys.detach())
+        selection = MaskedSelection.of(index, scores)
+        plan = _select_keys(selection, plan, query=query.detach(), compressed=compressed)
+        gradients = selection.gradients()
     keys = torch.cat((key, compressed.keys), dim=1)
     out = _attend_tiles(query, keys, plan=plan, scores=scores)
     if torch.is_grad_enabled() and index is not None:
@@ -336,54 +336,17 @@ def _attend_tiles(
     return attend_tiles(query, key=keys_of_heads, value=keys_of_heads, plan=plan, scores=scores)
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """The selection of compressed keys, and the loss of the index."""
-
-    index: Index
-    plan: CompressedTiles
-    softcap: float | None  # of the scores of attention
-
-    @torch.no_grad()
-    def run(self, *, query: Tensor, compressed: Tensor) -> tuple[CompressedTiles, list[Tensor]]:
-        """The plan with the selected keys, and the gradients by the tensors of the index."""
-        index = self.index
-        gradients = index.gradients()
-        assert gradients is not None, "an index has projections"
-        selects_all = index.topk >= compressed.shape[1]
-        if selects_all and index.loss is None:
-            return self.plan, gradients.finish()
-        bits = {}
-        for tile in self.plan.compressed_tiles:
-            may_attend = self.plan.ends_before(tile)
-            may_attend = may_attend.expand(len(query), -1, -1)
-            selected, scores = index.select(tile.queries, may_attend)
-            if not selects_all:
-                bits[tile.queries.start] = pack_bits(selected)
-            if index.loss is None:
-                continue
-            number = may_attend.shape[-1]
-            mask = selected if index.loss.is_sparse else may_attend
-            target = self._target(
-                query[:, tile.queries], compressed[:, :number], mask=mask, loss=index.loss
-            )
-            assert scores is not None, "an index has scores"
-            keys = IndexKeys(index.key[:, :number])
-            gradients.add(tile.queries, scores=scores, mask=mask, target=target, keys=keys)
-        return replace(self.plan, bits=bits), gradients.finish()
-
-    def _target(self, query: Tensor, key: Tensor, *, mask: Tensor, loss: IndexerLoss) -> Tensor:
-        """The mean over all heads of the softmax over compressed keys; 0 without any.
-
-        query [B, Q, N, D], key [B, T, D], mask [B, Q, T] -> [B, Q, T].
-        """
-        num_heads, head_dim = query.shape[2:]
-        products = wide_product(query.flatten(1, 2), key.mT).mul_(head_dim**-0.5)
-        scores = products.unflatten(1, (-1, num_heads))
-        cap_scores_(scores, self.softcap)
-        scores.masked_fill_(~mask[:, :, None], -torch.inf)
-        weights = scores.softmax(-1)
-        weights.masked_fill_(~mask[:, :, None], 0.0)  # NaN where a query has no key
-        summed = weights.sum(2)
-        all_reduce(summed, loss.tp)
-        return summed.div_(num_heads * loss.tp.size)
+@torch.no_grad()
+def _select_keys(
+    selection: MaskedSelection, plan: CompressedTiles, *, query: Tensor, compressed: CompressedKeys
+) -> CompressedTiles:
+    """The plan with the selected compressed keys; query as of `attend_compressed`."""
+    index = selection.index
+    selects_all = index.topk >= compressed.windows.number
+    if selects_all and index.loss is None:
+        return plan
+    key = compressed.keys.detach()[:, :, None]
+    for tile in plan.compressed_tiles:
+        may_attend = plan.ends_before(tile).expand(len(query), -1, -1)
+        selection.add(tile.queries, may_attend, query=query, key=key)
+    return plan if selects_all else replace(plan, bits=selection.bits)

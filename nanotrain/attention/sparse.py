@@ -2,6 +2,7 @@
 
     attend_selected    attention of the queries of a call
     SelectedTiles      the selected keys of each query, a bit per key, as masked tiles
+    MaskedSelection    the selection, and the loss of the index; for compressed keys too
 
 Queries are computed a block at a time, so there is no tensor of all heads, queries and keys. Where
 no query has more keys than it may select, nothing is masked. Longer sequences of latent attention
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
@@ -23,12 +25,12 @@ from nanotrain.attention.gathered import SelectedKeys, cap_scores_, wide_product
 from nanotrain.attention.selection import (
     AnyIndex,
     AttachGradients,
-    IndexerLoss,
     IndexGradients,
     IndexKeys,
 )
 from nanotrain.attention.tiles import Tile, TilePlan, attend_tiles
 from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
 
 BITS = 8  # bits of a byte
 
@@ -84,82 +86,121 @@ def attend_selected(
     Returns:
         [B, Q, N, Dv].
     """
-    softcap = None if scores is None else scores.softcap
-    selected = _Selection(index, call, softcap)
-    plan, gradients = selected.run(query=query.detach(), key=key.detach())
+    selection = MaskedSelection.of(index, scores)
+    plan = _select_keys(selection, call, query=query.detach(), key=key.detach())
+    gradients = selection.gradients()
     out = attend_tiles(query, key=key, value=value, plan=plan, scores=scores)
     if torch.is_grad_enabled() and gradients:
         out = AttachGradients.apply(out, *index.tensors, *gradients)
     return out
 
 
+@torch.no_grad()
+def _select_keys(
+    selection: "MaskedSelection", call: AttentionCall, *, query: Tensor, key: Tensor
+) -> TilePlan:
+    """The tiles of the selected keys of a call; query and key as of `attend_selected`."""
+    index = selection.index
+    selects_all = index.topk >= len(call.keys)
+    batch, num_queries, num_heads, _ = query.shape
+    if selects_all and index.loss is None:
+        index.keep(query.new_full((batch, num_queries, 1), -1, dtype=torch.int32))
+        return call.tiles
+    tiles = []
+    num_kept = 0 if index.kept is None else index.topk
+    positions = query.new_full((batch, num_queries, num_kept), -1, dtype=torch.int32)
+    for rows in index.blocks(call, num_heads=num_heads, size=num_queries):
+        num_keys = call.queries.start + rows.stop
+        tile = Tile(slice(None), rows, slice(0, num_keys), is_masked=True)
+        may_attend = call.masked_tile.mask(tile)[:, 0]
+        selected = selection.add(rows, may_attend, query=query, key=key)
+        tiles.append(tile)
+        if index.kept is not None:
+            found = SelectedKeys.of(selected, topk=index.topk, first_query=0).positions
+            positions[:, rows, : found.shape[-1]] = found
+    index.keep(positions)
+    if selects_all:
+        return call.tiles
+    allowed = call.masked_tile
+    return SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=selection.bits)
+
+
 @dataclass(frozen=True)
-class _Selection:
-    """The selection of a call, and the loss of the index."""
+class MaskedSelection:
+    """The selected keys of queries, which are added some at a time, and the loss of the index."""
 
     index: AnyIndex
-    call: AttentionCall
     softcap: float | None  # of the scores of attention
+    sums: IndexGradients | None  # None where an earlier layer selected
+    bits: dict[int, Tensor]  # by the first query that was added with them: [B, queries, keys / 8]
+
+    @classmethod
+    def of(cls, index: AnyIndex, scores: ScoreOptions | None) -> "MaskedSelection":
+        """A selection without queries; scores as of `attend_selected`."""
+        softcap = None if scores is None else scores.softcap
+        return cls(index, softcap, index.gradients(), bits={})
 
     @torch.no_grad()
-    def run(self, *, query: Tensor, key: Tensor) -> tuple[TilePlan, list[Tensor]]:
-        """The tiles of the selected keys, and the gradients by the tensors of the index."""
-        index = self.index
-        call = self.call
-        gradients = index.gradients()
-        selects_all = index.topk >= len(call.keys)
-        batch, num_queries, num_heads, _ = query.shape
-        if selects_all and index.loss is None:
-            index.keep(query.new_full((batch, num_queries, 1), -1, dtype=torch.int32))
-            return call.tiles, _finish(gradients)
-        tiles = []
-        bits = {}
-        num_kept = 0 if index.kept is None else index.topk
-        positions = query.new_full((batch, num_queries, num_kept), -1, dtype=torch.int32)
-        for rows in index.blocks(call, num_heads=num_heads, size=num_queries):
-            num_keys = call.queries.start + rows.stop
-            tile = Tile(slice(None), rows, slice(0, num_keys), is_masked=True)
-            may_attend = call.masked_tile.mask(tile)[:, 0]
-            selected, scores = index.select(rows, may_attend)
-            tiles.append(tile)
-            bits[rows.start] = pack_bits(selected)
-            if index.kept is not None:
-                found = SelectedKeys.of(selected, topk=index.topk, first_query=0).positions
-                positions[:, rows, : found.shape[-1]] = found
-            if index.loss is not None:
-                loss_mask = selected if index.loss.is_sparse else may_attend
-                keys = key[:, :num_keys]
-                target = self._target(query[:, rows], keys, mask=loss_mask, loss=index.loss)
-                assert gradients is not None and scores is not None, "an index has scores"
-                index_keys = IndexKeys(index.key[:, :num_keys])
-                gradients.add(rows, scores=scores, mask=loss_mask, target=target, keys=index_keys)
-        index.keep(positions)
-        plan: TilePlan = call.tiles
-        if not selects_all:
-            allowed = call.masked_tile
-            plan = SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=bits)
-        return plan, _finish(gradients)
+    def add(self, rows: slice, may_attend: Tensor, *, query: Tensor, key: Tensor) -> Tensor:
+        """Select the keys of some queries, and add their loss.
 
-    def _target(self, query: Tensor, key: Tensor, *, mask: Tensor, loss: IndexerLoss) -> Tensor:
-        """The mean attention probabilities of all heads.
+        Args:
+            rows: the queries.
+            may_attend: [B or 1, rows, keys] bool, whether a query may attend to each of the first
+                keys.
+            query: [B, Q, N, D], all queries.
+            key: [B, S, N, D], or [B, S, 1, D] of all heads.
 
-        query [B, Q, N, D], key [B, S, N, D], mask [B or 1, Q, S] -> [B, Q, S].
+        Returns:
+            [B, rows, keys] bool.
         """
-        batch, _, num_heads, head_dim = query.shape
-        flat_query = query.transpose(1, 2).flatten(0, 1)
-        flat_key = key.transpose(1, 2).flatten(0, 1)
-        products = wide_product(flat_query, flat_key.mT).mul_(head_dim**-0.5)
-        scores = products.unflatten(0, (batch, num_heads))
-        cap_scores_(scores, self.softcap)
-        scores.masked_fill_(~mask[:, None], -torch.inf)
-        summed = scores.softmax(-1).sum(1)
-        all_reduce(summed, loss.tp)
-        return summed.div_(num_heads * loss.tp.size)
+        selected, scores = self.index.select(rows, may_attend)
+        self.bits[rows.start] = pack_bits(selected)
+        loss = self.index.loss
+        if loss is None:
+            return selected
+        assert self.sums is not None and scores is not None, "an index with a loss has scores"
+        num_keys = may_attend.shape[-1]
+        mask = selected if loss.is_sparse else may_attend
+        target = mean_probabilities(
+            query[:, rows], key[:, :num_keys], mask=mask, softcap=self.softcap, tp=loss.tp
+        )
+        index_keys = IndexKeys(self.index.key[:, :num_keys])
+        self.sums.add(rows, scores=scores, mask=mask, target=target, keys=index_keys)
+        return selected
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients by the tensors of the index; none where an earlier layer selected."""
+        return [] if self.sums is None else self.sums.finish()
 
 
-def _finish(gradients: IndexGradients | None) -> list[Tensor]:
-    """The gradients by the tensors of an index; none where an earlier layer selected."""
-    return [] if gradients is None else gradients.finish()
+def mean_probabilities(
+    query: Tensor, key: Tensor, *, mask: Tensor, softcap: float | None, tp: Group
+) -> Tensor:
+    """The mean of the attention probabilities of all heads; 0 for a query without keys.
+
+    Args:
+        query: [B, Q, N, D], N heads of this rank.
+        key: [B, S, N, D], or [B, S, 1, D] of all heads.
+        mask: [B or 1, Q, S] bool, True for the keys of each query.
+        softcap: bound of the scores; None for none.
+        tp: ranks with other heads.
+
+    Returns:
+        [B, Q, S].
+    """
+    batch, _, num_heads, head_dim = query.shape
+    groups = key.shape[2]
+    flat_query = rearrange(query, "b q (g n) d -> (b g) (n q) d", g=groups)
+    flat_key = rearrange(key, "b s g d -> (b g) d s")
+    products = wide_product(flat_query, flat_key).mul_(head_dim**-0.5)
+    scores = products.view(batch, num_heads, *mask.shape[1:])
+    cap_scores_(scores, softcap)
+    scores.masked_fill_(~mask[:, None], -torch.inf)
+    summed = scores.softmax(-1).sum(1)
+    summed.masked_fill_(~mask, 0.0)  # NaN where a query has no key
+    all_reduce(summed, tp)
+    return summed.div_(num_heads * tp.size)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
