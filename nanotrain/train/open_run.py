@@ -252,7 +252,7 @@ def header(
         "lr": _describe_warmup(plan),
         "layout": _describe_layout(plan, device),
         "precision": _describe_precision(plan),
-        "attention": attention,
+        "attention": "; ".join(filter(None, [attention, *_without_compressed_keys(plan)])),
         "memory": describe_activations(plan.config),
         "run folder": str(inputs.folder.path),
     }
@@ -365,6 +365,23 @@ def _describe_warmup(plan: Plan) -> str:
     last_lr = schedule.lr_at(plan.samples_of(steps - 1))
     warmup = count_of(round(schedule.warmup_samples / batch_size), "step")
     return f"at most {last_lr:.2e} of {optim.lr:.2e}: the run ends within the warmup of {warmup}"
+
+
+def _without_compressed_keys(plan: Plan) -> list[str]:
+    """A remark on layers whose compressed keys have more tokens than a sequence."""
+    sizes = plan.shape.compressed
+    if sizes is None:
+        return []
+    length = plan.config.data.seq_length
+    remarks = []
+    for kind, ratio in (("csa", sizes.sparse_ratio), ("hca", sizes.heavy_ratio)):
+        number = plan.shape.mixers.count(kind)
+        if number and length < ratio:
+            remarks.append(
+                f"{count_of(number, 'layer')} without compressed keys: one has "
+                f"{count_of(ratio, 'token')}, a sequence {length:,}"
+            )
+    return remarks
 
 
 def _describe_batch(plan: Plan) -> str:

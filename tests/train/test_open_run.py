@@ -205,6 +205,15 @@ def test_a_warmup_longer_than_the_run(tmp_path):
     assert lines_of(tmp_path, *schedule, "3", *grows)["lr"].startswith("at most 6")
 
 
+def test_layers_whose_compressed_keys_are_longer_than_a_sequence_are_named(tmp_path):
+    flags = "--sparse-attention-type compressed --window-size 7 --num-query-groups 1"
+    flags += " --compressed-output-groups 2 --compressed-heavy-ratio 128 --num-layers 4"
+    remark = "3 layers without compressed keys: one has 128 tokens, a sequence "
+    assert lines_of(tmp_path, *flags.split())["attention"] == f"{remark}{SEQ_LENGTH}"
+    short = flags.replace("128", str(SEQ_LENGTH))
+    assert "attention" not in lines_of(tmp_path, *short.split())
+
+
 def test_attention_has_a_line_of_its_own(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path)))
     text = header(

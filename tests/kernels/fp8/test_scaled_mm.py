@@ -36,7 +36,7 @@ def draw(rows: int, columns: int, *, block: Block, dtype: torch.dtype = E4M3) ->
     )
 
 
-@pytest.mark.skipif(not RUNS_ON_CPUS, reason="torch 2.10 has the kernel on GPUs only")
+@pytest.mark.skipif(not RUNS_ON_CPUS, reason="torch 2.10 and 2.11 have the kernel on GPUs only")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format_a", [E4M3, E5M2])
 @pytest.mark.parametrize(("rows", "columns"), [(48, 64), (41, 72)])

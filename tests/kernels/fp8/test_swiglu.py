@@ -63,7 +63,8 @@ def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
 def test_only_the_transposed_input_is_kept_beside_gate_and_up() -> None:
     linear = build("blockwise")
     gate, up = draw(T, I, seed=3).requires_grad_(), draw(T, I, seed=4).requires_grad_()
-    saved = swiglu_linear(gate, up, linear=linear).grad_fn.saved_tensors
+    out = swiglu_linear(gate, up, linear=linear)
+    saved = out.grad_fn.saved_tensors
     wide = [tensor for tensor in saved if tensor.dtype == torch.bfloat16]
     assert [tensor.data_ptr() for tensor in wide] == [gate.data_ptr(), up.data_ptr()]
     assert [tensor.shape for tensor in saved if tensor.dtype == torch.float8_e4m3fn] == [(I, T)]
