@@ -7,9 +7,9 @@ reads them, and DATA/settings_task.jsonl, questions with one right answer of fou
 evaluate --tasks` reads them. They are the data of docs/midtraining.md.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 ROW = re.compile(r"\| `(--[\w-]+)` \| [^|]* \| [^|]* \| (.*) \|")
@@ -57,4 +57,10 @@ def main(page: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path, help="docs/config.md")
+    parser.add_argument("folder", type=Path, metavar="DATA", help="folder that is written")
+    arguments = parser.parse_args()
+    main(arguments.page, arguments.folder)

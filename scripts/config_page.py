@@ -3,7 +3,7 @@
 Usage: `python -m scripts.config_page docs/config.md`
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from nanotrain.config.arguments import ALIASES
@@ -60,5 +60,9 @@ def table_row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path, help="page whose tables are written again")
+    PAGE = parser.parse_args().page
     PAGE.write_text(document(PAGE.read_text()))

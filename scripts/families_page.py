@@ -2,7 +2,7 @@
 scripts.families_page PAGE`.
 """
 
-import sys
+import argparse
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -75,5 +75,9 @@ def document(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path, help="page whose tables are written again")
+    PAGE = parser.parse_args().page
     PAGE.write_text(document(PAGE.read_text()))

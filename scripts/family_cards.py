@@ -2,6 +2,7 @@
 `python -m scripts.family_cards FILE`.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -39,4 +40,9 @@ def read_families() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(document(), indent=1) + "\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="file that is written")
+    FILE = parser.parse_args().file
+    FILE.write_text(json.dumps(document(), indent=1) + "\n")

@@ -5,8 +5,8 @@ Usage: `python -m scripts.recipe_schema configs/recipe.schema.json`
 A recipe names it in its second line: `# yaml-language-server: $schema=../recipe.schema.json`.
 """
 
+import argparse
 import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -77,4 +77,9 @@ def item_schema(entry: Entry) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(recipe_schema(), indent=1) + "\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="file that is written")
+    FILE = parser.parse_args().file
+    FILE.write_text(json.dumps(recipe_schema(), indent=1) + "\n")
