@@ -33,7 +33,7 @@ from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.compile import with_compile
 from nanotrain.plan.graph_memory import plan_graphs
 from nanotrain.plan.plan import Plan, plan_run
-from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
+from nanotrain.plan.saved_bytes import SavedBytes, StageBytes, held_by_routers
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.layer_sizes import INT64
@@ -69,7 +69,7 @@ class MemoryPlan:
     """Bytes of one rank at the peak of a step."""
 
     pp_rank: int
-    params: int
+    params: int  # and the buffers of routers
     grads: int
     optimizer: int
     activations: int  # kept from forward to backward, at the peak of the schedule
@@ -167,7 +167,7 @@ def plan_memory(
     runtime = 0
     if device == "cuda":
         runtime = runtime_bytes(_num_communicators(plan))
-    params = resident.params
+    params = resident.params + held_by_routers(plan)
     if device == "cuda" and plan.keeps_fp8_weights(num_microbatches):
         params += _fp8_weight_bytes(plan)
     return MemoryPlan(

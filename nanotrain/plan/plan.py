@@ -130,6 +130,11 @@ class Plan:
         """Sharding, reductions and gathers of data parallelism, the same for every buffer."""
         return DataParallelOptions.of(self.config.parallel, self.config.precision)
 
+    @property
+    def layers(self) -> list[int]:
+        """The layers of this rank, including multi-token prediction, by index in the model."""
+        return [layer for stage in self.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
+
     def keeps_fp8_weights(self, num_microbatches: int) -> bool:
         """Whether GPUs cast weights for fp8 products once per step, and keep them until its end."""
         fp8 = self.config.precision.fp8

@@ -1,4 +1,5 @@
-"""`SavedBytes`: bytes that autograd saves for one microbatch on one rank, a fold over operators.
+"""`SavedBytes`: bytes that autograd saves for one microbatch on one rank, a fold over operators;
+`held_by_routers`: the buffers of routers.
 
 Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are saved. A
 tensor that several operations save counts once; parameters do not count.
@@ -27,6 +28,7 @@ from nanotrain.spec.kinds.block import (
     head_operators,
     mtp_operators,
 )
+from nanotrain.spec.kinds.mlp import router_bytes
 from nanotrain.spec.layer_inputs import input_operators
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operator
@@ -101,6 +103,12 @@ def _expert_rows(plan: Plan, sizes: LayerSizes) -> int:
     return options.num_rows(
         sizes.routed_tokens, moe.router_topk, num_experts=moe.num_experts, ep=sizes.ep
     )
+
+
+def held_by_routers(plan: Plan) -> int:
+    """Bytes of the buffers of this rank's routers."""
+    layers = [layer for layer in plan.layers if plan.shape.has_experts(layer)]
+    return sum(router_bytes(plan.config.model, layer) for layer in layers)
 
 
 def _is_fused(plan: Plan, device: str) -> bool:

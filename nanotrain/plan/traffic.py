@@ -6,6 +6,7 @@
     attention       keys, values, outputs and states: cp, by kind of layer
     experts         tokens: ep, etp; padded, or for routers that choose every expert equally often,
                     and as many nodes per token as there can be
+    routing         logits and experts of a sequence, where its ranks choose together: tp_cp
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Below the
@@ -41,13 +42,14 @@ from nanotrain.topology.groups import GroupName, GroupSpec
 
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 4  # token counts are int32
+COLUMN_BYTES = 4  # logits, weights, experts and positions are gathered as int32
 TOKEN_TRANSFERS = 4  # dispatch and combine, forward and backward
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
     """Bytes that this rank sends per training step, without operations that send nothing."""
     total: Counter[Key] = Counter()
-    for part in (data_parallel, embedding, pipeline, attention, experts, matrices):
+    for part in PARTS:
         for key, num_bytes in part(plan):
             total[key] += num_bytes
     return {key: num_bytes for key, num_bytes in total.items() if num_bytes}
@@ -155,7 +157,7 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     is_full = plan.config.memory.recompute_granularity == "full"
     num_again = Counter(recomputed_layers(plan, "core_attn"))
     with_backward = set(_layers_with_backward(plan))
-    for layer in _layers(plan):
+    for layer in plan.layers:
         unsent = 0
         if sizes.all_to_all_ranks > 1 and not is_full:
             # a core attention that runs again alone, not in a layer, ends at its last saved tensor:
@@ -184,7 +186,7 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
     in_bf16 = layers_in_bf16(plan.config.precision.fp8, plan.config.model.num_layers)
     with_backward = _layers_with_backward(plan)
-    forward_only = [layer for layer in _layers(plan) if layer not in with_backward]
+    forward_only = [layer for layer in plan.layers if layer not in with_backward]
     passes = [
         (with_backward, TOKEN_TRANSFERS, counts),
         (forward_only, TOKEN_TRANSFERS // 2, counts),
@@ -200,6 +202,29 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
                 counts=num_counts,
                 has_fp8=has_fp8,
             )
+
+
+def routing(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """What the ranks of a sequence gather before they choose experts, in every forward.
+
+    Sinkhorn routing needs the logits and the position of each token, a capacity of experts its
+    experts, their weights and its position.
+    """
+    moe = plan.shape.moe
+    if moe is None:
+        return
+    sequence = plan.groups["tp_cp"]
+    num_tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
+    for layer in [*plan.layers, *recomputed_layers(plan, "moe")]:
+        if not plan.shape.has_experts(layer):
+            continue
+        columns = 0
+        if plan.config.model.router_kind(layer) == "sinkhorn":
+            columns += moe.num_choices + 1
+        if moe.expert_capacity_factor is not None:
+            columns += 2 * moe.router_topk + 1
+        gathered = reduced_bytes(num_tokens * columns * COLUMN_BYTES, sequence.size)
+        yield ("tp_cp", "all_gather"), plan.num_microbatches * gathered
 
 
 def dispatched_row_bytes(plan: Plan) -> int:
@@ -277,11 +302,6 @@ def recomputed_layers(plan: Plan, module: str) -> list[int]:
     return recomputed
 
 
-def _layers(plan: Plan) -> list[int]:
-    """The layers of this rank, including multi-token prediction."""
-    return [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
-
-
 def _layers_with_backward(plan: Plan) -> list[int]:
     """The layers of this rank whose output has a gradient."""
     layers = []
@@ -314,3 +334,5 @@ EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
     ("etp", "all_to_all"): lambda tokens, counts, size: tokens * (size - 1),
     ("etp", "all_gather"): lambda tokens, counts, size: counts * (size - 1),
 }
+# what a step sends, in the order of the table at the top
+PARTS = (data_parallel, embedding, pipeline, attention, experts, routing, matrices)

@@ -12,6 +12,7 @@ from nanotrain.spec.shape import ModelShape
 # bytes of an element
 FP8 = 1
 FP32 = 4
+FP64 = 8
 INT32 = 4
 INT64 = 8
 # tokens of a channel that share a scale (None: all), and its bytes

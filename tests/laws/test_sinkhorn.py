@@ -1,4 +1,6 @@
-"""Law L1 for Sinkhorn routing: layouts choose the experts of one rank, and have its weights."""
+"""Law L1 for Sinkhorn routing: layouts choose the experts of one rank, and have its weights. Law L5:
+they gather the planned bytes, with a capacity of the experts too.
+"""
 
 from functools import cache
 from typing import Any
@@ -6,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.plan.traffic import sent_bytes
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.test_every_axis import EXPERTS, SP
@@ -45,18 +48,37 @@ def case_of(layout: Layout | None) -> Case:
     return case.but(parallel=parallel, train=train, memory=memory)
 
 
-def train_here(ctx: ParallelContext, case: Case) -> Outcome:
+GATHERS = ("tp_cp", "all_gather")
+
+
+def train_here(ctx: ParallelContext, case: Case) -> tuple[Outcome, int, int]:
+    """The outcome, and the bytes that the ranks of a sequence gathered: sent and planned."""
     run = build_here(ctx, case)
-    return outcome_of(run, train_steps(run, case.steps))
+    ctx.traffic.reset()
+    outcome = outcome_of(run, train_steps(run, case.steps))
+    planned = case.steps * sent_bytes(run.plan).get(GATHERS, 0)
+    return outcome, ctx.traffic.bytes(*GATHERS), planned
 
 
 @cache
 def single_rank() -> Outcome:
-    return run_ranks(1, train_here, case_of(None), shares=True)[0]
+    return run_ranks(1, train_here, case_of(None), shares=True)[0][0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_layout_trains_as_one_rank(layout: Layout) -> None:
     num_ranks, sizes, _, _ = layout
     results = run_ranks(num_ranks, train_here, case_of(layout), **sizes, shares=True)
-    assert_alike(results, [single_rank()], row=str(layout), lr=LR)
+    outcomes = [outcome for outcome, _, _ in results]
+    assert_alike(outcomes, [single_rank()], row=str(layout), lr=LR)
+    is_sharded = sizes.get("tp", 1) * sizes.get("cp", 1) > 1
+    for _, sent, planned in results:
+        assert sent == planned and (sent > 0) == is_sharded
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_a_sequence_gathers_the_planned_bytes_with_a_capacity_too(recompute: str | None) -> None:
+    layout = (2, {"cp": 2, "strategy": "optim"}, {}, {"recompute_granularity": recompute})
+    case = case_of(layout).but(model={"moe_expert_capacity_factor": 1.0})
+    for _, sent, planned in run_ranks(2, train_here, case, **layout[1], shares=True):
+        assert sent == planned > 0

@@ -18,6 +18,7 @@ from nanotrain.plan.memory_plan import plan_memory, require_memory, worst_memory
 from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import describe_bytes
 from nanotrain.train.main import main
+from tests.model.building import build
 from tests.train.conftest import logging_as_before  # noqa: F401 a fixture
 
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
@@ -77,6 +78,25 @@ def test_a_pipeline_needs_hidden_states_for_two_sends_and_two_receives_at_once(l
     buffers = [each.grad_buckets + each.units for each in resident]
     assert one_stage.communication == buffers[0]
     assert two_stages.communication - buffers[1] == (2 + 2) * (3 * 64 * 64 * 2) // share
+
+
+SIGMOID = "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0"
+QUANTILES = "--moe-router-load-balancing-type quantile_balancing --moe-router-qb-num-bins 50"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", f"{SIGMOID} --moe-router-enable-expert-bias", f"{SIGMOID} {QUANTILES}"],
+    ids=["statistics", "biases", "quantiles"],
+)
+@pytest.mark.parametrize("hashed", [0, 3])
+def test_buffers_of_routers_are_in_the_plan(flags, hashed):
+    layers = f"--moe-hash-layers [1]*{hashed}+[0]*{8 - hashed}" if hashed else ""
+    config = config_of(f"{SMALL} --num-experts 4 {flags} {layers}")
+    buffers = dict(build(config.model).named_buffers())
+    held = sum(buffer.nbytes for name, buffer in buffers.items() if ".router." in name)
+    planned = plan_memory(config, 1, pp_rank=0, device="cpu").params
+    assert planned == plan_run(config, 1, rank=0).resident_bytes.params + held
 
 
 def test_an_asynchronous_save_has_a_copy_of_main_parameters_and_state_in_host_memory():

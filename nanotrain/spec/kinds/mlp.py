@@ -2,14 +2,15 @@
 
 mlp, dense_operators     up, gate and down projections; model/mlp.py
 moe, moe_operators       router, experts, shared expert; model/moe.py
+router_bytes             buffers of a router; model/router.py
 """
 
 import math
 from dataclasses import replace
 
-from nanotrain.config.model import MoEConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
-from nanotrain.spec.layer_sizes import FP8, FP32, INT64, LayerSizes
+from nanotrain.spec.layer_sizes import FP8, FP32, FP64, INT32, INT64, LayerSizes
 from nanotrain.spec.operators import (
     POINTWISE,
     Activation,
@@ -29,6 +30,7 @@ from nanotrain.spec.shape import ModelShape
 ACTIVATION_WEIGHTS = {
     "xielu": {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 }
+NUM_SUMS = 5  # fp64 statistics of a router besides those of each expert
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
 
 
@@ -294,6 +296,24 @@ def _output_norm(s: LayerSizes) -> Norm:
     row_bytes = s.width + s.norm_extra(s.shape.hidden_size)
     saves = (Saved(s.outside * row_bytes, dropped_by=("moe",)),)
     return Norm(name="post_norm", module="moe", numel=numel, saves=saves)
+
+
+def router_bytes(model_config: ModelConfig, layer: int) -> int:
+    """Bytes of the buffers of the router of a layer with experts, by its index in the model.
+
+    Statistics, and where the model has them biases, counts for quantile balancing and the experts
+    of every token.
+    """
+    moe = model_config.moe
+    assert moe is not None and model_config.vocab_size is not None, "a complete model with experts"
+    num_bytes = moe.num_choices * (FP64 + FP32) + NUM_SUMS * FP64
+    if model_config.router_kind(layer) == "hash":
+        return num_bytes + model_config.vocab_size * moe.router_topk * FP32
+    if moe.router_enable_expert_bias:
+        num_bytes += moe.num_choices * FP32
+    if moe.balances_quantiles:
+        num_bytes += moe.num_choices * moe.router_qb_num_bins * INT32
+    return num_bytes
 
 
 def _norms_of_experts(s: LayerSizes) -> Operators:
