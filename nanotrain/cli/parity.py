@@ -16,9 +16,14 @@ def parity(argv: Sequence[str]) -> int:
     args, rest = parity_parser().parse_known_args(argv)
     loaded = load_line(parse(rest))
     from nanotrain.parity.check import check_parity
+    from nanotrain.prove.check import verdict
 
     result = check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
-    print(result.to_json() if args.json else result.text())
+    if args.json:
+        print(result.to_json())
+    else:
+        print(result.text())
+        print("\n".join(verdict(loaded, args.world_size)))
     return 0 if result.holds else EXIT_CODE
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from nanotrain.cli.checks import check_names
-from nanotrain.cli.dry_run import complete
 from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
 from nanotrain.config.rules.check import validate_for_world
+from nanotrain.system import importing_torch
 
 
 def prove(argv: Sequence[str]) -> int:
@@ -17,11 +17,13 @@ def prove(argv: Sequence[str]) -> int:
     """
     args, rest = prove_parser().parse_known_args(argv)
     loaded = load_line(parse(rest))
-    config = complete(loaded)
+    with importing_torch():
+        from nanotrain.prove.check import prove as run
+        from nanotrain.train.inputs import with_known_model
+
+    config = with_known_model(loaded.config, loaded.explicit)
     validate_for_world(config, args.world_size, expected_dp=loaded.data_parallel_size)
     check_names(config)
-    from nanotrain.prove.check import prove as run
-
     proof = run(config, args.world_size)
     print(proof.text())
     return 1 if proof.faults else 0

@@ -1,6 +1,7 @@
 """The proof of a layout: one rank per kind of pipeline stage trains a step with types.
 
 prove(config, world_size) -> Proof.text(), Proof.faults
+verdict(loaded, world_size) -> the last lines of `nanotrain parity`
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,13 @@ from typing import Any
 
 from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.load import Loaded
 from nanotrain.config.schedules import with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
 from nanotrain.data.build import build_data
 from nanotrain.dry_run.stand_ins import on_meta
+from nanotrain.errors import TopologyError
 from nanotrain.parity.shrink import shrink
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.prove.axes import Axes
@@ -25,6 +28,7 @@ from nanotrain.quantities import count_of
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
+from nanotrain.train.inputs import with_known_model
 from nanotrain.train.run import RunInputs
 from nanotrain.train.step import train_step
 
@@ -55,14 +59,17 @@ class Proof:
             f"{ranks}: {count_of(len(self.ranks), 'rank')} typed, {operators}, "
             f"{count_of(self.num_sums, 'sum')} of gradients"
         ]
-        if not self.faults:
-            parameters = count_of(len(self.parameters), "parameter")
-            lines.append(
-                f"proved: the gradients of {parameters} are summed once over their axes, "
-                "the norm counts each element once, and all ranks step alike"
-            )
-        lines += [f"error: {fault}" for fault in self.faults]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.verdict()])
+
+    def verdict(self) -> list[str]:
+        """What is proved, or the faults."""
+        if self.faults:
+            return [f"error: {fault}" for fault in self.faults]
+        parameters = count_of(len(self.parameters), "parameter")
+        return [
+            f"proved: the gradients of {parameters} are summed once over their axes, "
+            "the norm counts each element once, and all ranks step alike"
+        ]
 
 
 def prove(config: Config, world_size: int) -> Proof:
@@ -73,7 +80,7 @@ def prove(config: Config, world_size: int) -> Proof:
     all parameters; a shard has some of them only.
 
     Args:
-        config: a validated configuration with the vocabulary size set.
+        config: a validated configuration; its vocabulary is replaced.
         world_size: ranks of the run.
 
     Raises:
@@ -110,6 +117,16 @@ def prove(config: Config, world_size: int) -> Proof:
         num_sums,
         tuple(faults),
     )
+
+
+def verdict(loaded: Loaded, world_size: int) -> list[str]:
+    """What `nanotrain parity` has compared, and what types prove of the same layout."""
+    config = with_known_model(loaded.config, loaded.explicit)
+    compared = "compared: losses, norms, gradients and weights, as numbers of the small model"
+    try:
+        return [compared, *prove(config, world_size).verdict()]
+    except TopologyError as error:
+        return [compared, f"not proved: {error}"]
 
 
 def _with_few_microbatches(config: Config, world_size: int) -> Config:

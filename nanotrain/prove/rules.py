@@ -164,6 +164,8 @@ class TypedRecorder(Recorder):
             self._copy(args[1], targets[0])
         elif name in ("clone", "_to_copy"):
             self._copy(args[0], targets[0])
+        elif name == "sum" and self._is_of_versions(args):
+            self._copy(args[0][0], targets[0])
         elif name == "cat" and self._is_in_order(args, targets[0]):
             self._concatenate(args[0], targets[0])
         else:
@@ -302,6 +304,12 @@ class TypedRecorder(Recorder):
         """Whether a concatenation puts tensors after each other in memory."""
         return (len(args) < 2 or args[1] == 0) and target.is_contiguous()
 
+    def _is_of_versions(self, args: Sequence[Any]) -> bool:
+        """Whether rows are added, each the version that one rank has of the same gradients."""
+        is_of_rows = len(args) > 1 and list(args[1]) == [0] and args[0].is_contiguous()
+        kinds = [kind for _, _, kind in self.types.segments(args[0])]
+        return is_of_rows and any(kind is not ZERO and kind.factor is not None for kind in kinds)
+
     def _concatenate(self, sources: Sequence[Tensor], target: Tensor) -> None:
         """Tensors after each other in memory, each with its types."""
         first = 0
@@ -397,10 +405,22 @@ class TypedRecorder(Recorder):
         self.types.write(output, gathered)
 
     def _all_to_all(self, call: Call, tensors: _Tensors) -> None:
-        kind = self.types.of(tensors.inputs[0])
+        (tensor,) = tensors.inputs
+        kinds = [kind for _, _, kind in self.types.segments(tensor)]
+        if any(kind is not ZERO and kind.factor is not None for kind in kinds):
+            self._exchange_versions(call, tensors)
+            return
+        kind = self.types.of(tensor)
         if kind is not ZERO:
             kind = Type(kind.differs | self.axes.mask(call.ranks))
         self.types.set(tensors.outputs[0], kind)
+
+    def _exchange_versions(self, call: Call, tensors: _Tensors) -> None:
+        """An all-to-all of gradients: the first half of a reduce-scatter, whose sum follows."""
+        (output,) = tensors.outputs
+        rows = output.view(len(call.ranks), -1)
+        for row in rows:
+            self._reduce_scatter(call, _Tensors(tensors.inputs, [row]))
 
     def _send(self, call: Call, tensors: _Tensors) -> None:
         """A message to another rank; the same ranks of other groups send theirs.

@@ -24,6 +24,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.kernels import grouped
 from nanotrain.optim import distributed
 from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.rule import UpdateStep
 from nanotrain.optim.state import BucketState, Replica
 from nanotrain.parallel.dp.bucket import Bucket, ParamBucket, Reduction
@@ -59,6 +60,8 @@ class Seams:
     # elements in the gradient norm, and axes along which this rank alone counts them
     _counted: list[tuple[Tensor, int]] = field(default_factory=list)
     _bucket: Bucket | None = None  # whose reduction starts
+    # axes along which ranks update other elements of a parameter, besides those that shard it
+    _shards: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -76,6 +79,8 @@ class Seams:
             (functional, "rms_norm", lambda stand_in: _RMS_NORM),
             (loss, "softmax_gradient", lambda stand_in: _SOFTMAX_GRADIENT),
             (grouped, "_grouped_mm", self._grouped_mm),
+            # small widths would have products that the host waits for
+            (grouped.LoopedMM, "is_looped", lambda original: lambda *_: False),
             (autograd, "_local_slice", self._slice),
             (Group, "once", self._once),
             (Bucket, "start_reduce", self._start_reduce),
@@ -85,6 +90,7 @@ class Seams:
             (DistributedOptimizer, "_scale_grads", self._scale_grads),
             (DistributedOptimizer, "_run_rules", self._run_rules),
             (step, "run_schedule", self._run_schedule),
+            (MatrixUpdate, "run", self._matrix_update),
         ]
 
     def declare_weights(self, run: Run) -> None:
@@ -99,6 +105,7 @@ class Seams:
                         kind = Type(self.sharded(part.param.spec) | shards)
                         types.set(tensor[part.elements], kind)
                 for entry in bucket.layout.params:
+                    self._shards[entry.name] = shards
                     view = bucket.view(entry.name, bucket.params.full)
                     types.set(view, Type(self.sharded(entry.param.spec)))
 
@@ -271,13 +278,13 @@ class Seams:
             for part, mask in self._counted:
                 if _covers(part, shard, start=start, stop=stop):
                     once |= mask
-            several = self.axes.world & ~kind.differs & ~once
+            several = self.axes.world & ~kind.differs & ~once & ~self._shards.get(kind.name, 0)
             if several:
                 axis = self.axes.describe(several)
                 self.recorder.fault(
                     f"the norm counts the gradient of {kind.name} once per rank of {axis}"
                 )
-            missing = once & kind.differs
+            missing = once & kind.varying
             if missing:
                 axis = self.axes.describe(missing)
                 self.recorder.fault(
@@ -290,6 +297,8 @@ class Seams:
         for start, stop, kind in self.recorder.types.segments(grads):
             if kind is ZERO or start == stop:
                 continue
+            if kind.factor is None:
+                self.recorder.fault("gradients reach the optimizer that no bucket has reduced")
             if kind.partial:
                 axis = self.axes.describe(kind.partial)
                 self.recorder.fault(f"the gradient of {kind.name} is not summed over {axis}")
@@ -335,6 +344,22 @@ class Seams:
                     )
             total: Tensor = original(*args, grad_scale=grad_scale, **kwargs)
             return total
+
+        return wrapper
+
+    def _matrix_update(self, original: Any) -> Any:
+        """`MatrixUpdate.run`: owners of whole matrices send each rank the update of its shard."""
+
+        def wrapper(update: MatrixUpdate, values: UpdateStep, *, device: torch.device) -> None:
+            original(update, values, device=device)
+            for bucket in update._buckets:
+                for part in bucket.parts:
+                    for entry in part.part.ranges:
+                        first = entry.start - part.part.start
+                        elements = part.main.values[first : first + entry.numel]
+                        spec = entry.param.spec
+                        kind = Type(self.sharded(spec) | self._shards[spec.name])
+                        self.recorder.types.set(elements, kind)
 
         return wrapper
 

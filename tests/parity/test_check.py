@@ -326,7 +326,10 @@ def test_a_tolerance_that_nothing_meets_ends_with_exit_code_2(
 ) -> None:
     words = ["parity", "--world-size", "2", "--steps", "1", "--tolerance", "1e-12", *TP_SP]
     assert main(words) == 2
-    assert "NOT EQUAL: 2 ranks" in capsys.readouterr().out.splitlines()[-1]
+    *report, verdict, compared, proved = capsys.readouterr().out.splitlines()
+    assert report and "NOT EQUAL: 2 ranks" in verdict
+    assert compared.startswith("compared: losses, norms, ")
+    assert proved.startswith("proved: the gradients of ")
 
 
 def test_ranks_that_do_not_fit_are_one_line_and_exit_code_2(

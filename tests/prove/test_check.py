@@ -12,6 +12,10 @@ EXPERTS = "+config=tiny_moe --vocab-size 512"
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 OPTIM = "--data-parallel-sharding-strategy optim"
+MUON = f"{OPTIM} --optimizer muon"
+AVERAGE = "--ddp-average-in-collective"
+# summed by an all-to-all and a local sum
+BF16_GRADS = "--bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation"
 
 
 def proof_of(line: str, world_size: int) -> Proof:
@@ -24,10 +28,8 @@ def proof_of(line: str, world_size: int) -> Proof:
         (f"{DENSE} {SP} --data-parallel-sharding-strategy optim_grads_params", 8),
         (f"{DENSE} {TP} --pipeline-model-parallel-size 2 --context-parallel-size 2", 8),
         (f"{EXPERTS} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 8),
-        (
-            f"{EXPERTS} {OPTIM} --num-distributed-optimizer-instances 2 --ddp-average-in-collective",
-            8,
-        ),
+        (f"{EXPERTS} {MUON} --num-distributed-optimizer-instances 2 {AVERAGE}", 8),
+        (f"{DENSE} {TP} {BF16_GRADS} --data-parallel-sharding-strategy optim_grads", 8),
     ],
 )
 def test_a_layout_is_proved(line: str, world_size: int) -> None:

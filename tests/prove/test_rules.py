@@ -90,6 +90,22 @@ def test_a_gradient_is_summed_once_over_axes_that_do_not_shard_it(
     assert "weight, summed already, is summed again over dp" in [*recorder.faults][1]
 
 
+def test_an_exchange_and_a_local_sum_are_a_reduce_scatter(recorder: TypedRecorder) -> None:
+    grad = typed(recorder, gradient(partial=IN_DP), 8)
+    recorder.types.set(grad[2:], gradient(varying=IN_TP, partial=IN_DP))
+    rows = torch.empty(2, 4, device="meta")
+    recorder.add_call(call("all_to_all", DP), inputs=[grad.view(2, 4)], outputs=[rows])
+    with recorder:
+        total = rows.sum(0, dtype=torch.float32)
+        total.div_(2)
+    kinds = [recorder.types.of(part) for part in total.split(2)]
+    assert [kind.varying for kind in kinds if kind] == [IN_DP, IN_TP | IN_DP]
+    assert [kind.factor for kind in kinds if kind] == [0.5, 0.5]
+    assert not recorder.faults
+    recorder.add_call(call("all_to_all", TP), inputs=[grad.view(2, 4)], outputs=[rows])
+    assert "summed already, is summed again over tp" in next(iter(recorder.faults))
+
+
 def test_a_mean_divides_by_its_ranks(recorder: TypedRecorder) -> None:
     grad = typed(recorder, gradient(partial=IN_DP))
     with recorder:
