@@ -18,8 +18,11 @@ def import_megatron(argv: Sequence[str]) -> int:
         "--no-optim", action="store_true", help="weights alone: the next run begins at step 0"
     )
     args = parser.parse_args(argv)
+    from nanotrain.interop.imported import naming_flag
     from nanotrain.interop.megatron.import_run import import_megatron as import_folder
 
     start_logging()
-    show(import_folder(args.folder, args.output, optim=not args.no_optim))
+    with naming_flag("--no-optim"):
+        lines = import_folder(args.folder, args.output, optim=not args.no_optim)
+    show(lines)
     return 0

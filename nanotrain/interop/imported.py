@@ -3,21 +3,49 @@
 files_of       the files beside its tensors: settings, and what was imported
 counters_of    the counters of the run, as a save of ours has them
 number_of      a whole number of another program, which may be in a tensor or a float
+StateError     the state of an optimizer cannot be imported, the weights can
+naming_flag    errors of a block name the flag of the program for weights alone
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
+from nanotrain.errors import CheckpointError
 from nanotrain.untrusted import whole_number
 
 CONFIG_FILE = "config.yaml"  # the settings of the run, a valid +config
 LINES_FILE = "import.txt"  # what was taken, changed, guessed and left out
 # a loss scale that does not change, as `LossScale.state_dict`
 CONSTANT_SCALE = {"scale": 1.0, "is_dynamic": False, "clean_steps": 0, "overflows_left": 1}
+
+
+class StateError(CheckpointError):
+    """State of an optimizer that cannot be imported, where the weights alone can.
+
+    Args:
+        what, why: as in every error.
+        fix: what can be done instead.
+    """
+
+    def with_flag(self, flag: str) -> CheckpointError:
+        """The error with the flag that imports the weights alone."""
+        alone = f"import the weights alone, with {flag}"
+        fix = f"{self.fix}, or {alone}" if self.fix else alone
+        return CheckpointError(self.what, why=self.why, fix=fix)
+
+
+@contextmanager
+def naming_flag(flag: str) -> Iterator[None]:
+    """Errors of the block about the state of an optimizer name the flag for weights alone."""
+    try:
+        yield
+    except StateError as error:
+        raise error.with_flag(flag) from None
 
 
 def files_of(config: Config, lines: Sequence[str]) -> dict[str, str]:

@@ -8,15 +8,13 @@ second start from the same step takes it.
 """
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from nanotrain.checkpoint.store import is_megatron, step_entries
 from nanotrain.config.config import Config
 from nanotrain.config.schema import with_values
-from nanotrain.errors import CheckpointError, NanotrainError
-from nanotrain.interop.imported import LINES_FILE
+from nanotrain.errors import NanotrainError
+from nanotrain.interop.imported import LINES_FILE, naming_flag
 from nanotrain.interop.megatron.folder import find_step_folder
 from nanotrain.interop.megatron.import_run import import_megatron, open_megatron
 from nanotrain.log import get_logger
@@ -56,12 +54,7 @@ def with_imported_start(config: Config, folder: RunFolder) -> Config:
     lines = target / LINES_FILE
     for line in lines.read_text("utf-8").splitlines() if lines.is_file() else []:
         log.info("%s", line)
-    if optim:
-        log.info("the samples are those of this run's corpora, in nanotrain's order")
-    # what Megatron-LM read of its corpora is unknown here
-    return with_values(
-        config, {"checkpoint.load": str(target), "checkpoint.allow_data_changes": True}
-    )
+    return with_values(config, {"checkpoint.load": str(target)})
 
 
 def import_step(step: Path, target: Path, *, optim: bool) -> None:
@@ -73,7 +66,7 @@ def import_step(step: Path, target: Path, *, optim: bool) -> None:
         CheckpointError, EnvironmentFault: as `with_imported_start`.
     """
     try:
-        with cures_of_trainer():
+        with naming_flag("--no-load-optim"):
             import_megatron(step, target, optim=optim)
     except NanotrainError:
         if not target.is_dir():
@@ -101,18 +94,8 @@ def check_megatron_source(config: Config, source: Path) -> None:
     Raises:
         CheckpointError: it cannot.
     """
-    with cures_of_trainer():
+    with naming_flag("--no-load-optim"):
         open_megatron(source, optim=takes_optim(config))
-
-
-@contextmanager
-def cures_of_trainer() -> Iterator[None]:
-    """Errors of the import name the trainer's flag for weights alone."""
-    try:
-        yield
-    except CheckpointError as error:
-        fix = error.fix.replace("--no-optim", "--no-load-optim")
-        raise CheckpointError(error.what, why=error.why, fix=fix) from None
 
 
 def takes_optim(config: Config) -> bool:

@@ -133,7 +133,11 @@ def _origin(
     if start is None or not corpora_of(datasets.train):
         return None
     record = start.record
-    if record is None and settings != order_settings(config_from_dict(start.config)):
+    before = config_from_dict(start.config)
+    if record is None and _is_imported(before.data):
+        log.info("the samples are those of this run's corpora, in nanotrain's order")
+        return None
+    if record is None and settings != order_settings(before):
         record = _rebuilt_record(start, is_required=not config.checkpoint.allow_data_changes)
     if record is None:
         return None
@@ -156,6 +160,14 @@ def _origin(
     for line in changed.lines:
         log.info("  %s", line)
     return changed.origin
+
+
+def _is_imported(data: DataConfig) -> bool:
+    """Whether the data section of a checkpoint is of another program: it names no samples.
+
+    A run of ours has a corpus, random tokens, or the quick-start corpus.
+    """
+    return uses_quickstart(data) and not data.quickstart
 
 
 def _rebuilt_record(start: SavedStart, *, is_required: bool) -> DataRecord | None:

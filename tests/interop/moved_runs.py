@@ -31,7 +31,7 @@ def go_on(
     words = [f"+config={imported / 'config.yaml'}", "--load", str(load or imported)]
     words += ["--data-path", str(run.parents[1] / "tokens"), "--split", "1,0,0", "--no-shuffle"]
     words += ["--run-dir", str(run), "--train-iters", str(steps)]
-    words += ["--eval-interval", "0", "--no-report", "--log-interval", "1", "--allow-data-changes"]
+    words += ["--eval-interval", "0", "--no-report", "--log-interval", "1"]
     return [*words, *LAYOUTS[layout].split()]
 
 

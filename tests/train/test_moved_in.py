@@ -19,9 +19,9 @@ from nanotrain.train import moved_in
 from nanotrain.train.inputs import check_local_files
 from nanotrain.train.moved_in import check_megatron_source, find_megatron_source, import_name
 from tests.harness import run_ranks
+from tests.interop.megatron.cases import CASES, arguments_of
 from tests.interop.megatron.legacy_files import FILE, RANK, write_legacy
 from tests.interop.megatron.models import LLAMA, write_checkpoint
-from tests.interop.megatron.training import CASES, arguments_of
 from tests.laws.command_line import run_command_lines, steps_of
 from tests.laws.megatron_file import write_tokens
 
@@ -137,6 +137,7 @@ def test_every_start_says_what_was_imported(
     first = list(texts)
     texts.clear()
     assert moved_in.with_imported_start(config, folder) == started
+    assert not started.checkpoint.allow_data_changes  # what comes later is checked as always
     assert "is imported first" in first[0] and "was imported before" in texts[0]
     assert first[1:] == texts[1:] and any("optimizer: none" in text for text in texts)
 

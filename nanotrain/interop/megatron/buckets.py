@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TensorFolder
+from nanotrain.interop.imported import StateError
 from nanotrain.interop.megatron.names import EXPERTS, TABLES, Block, blocks, leaves
 from nanotrain.interop.megatron.placement import Location, Placement, is_expert
 from nanotrain.quantities import round_up
@@ -145,7 +145,7 @@ class BucketState:
         arguments: its arguments.
 
     Raises:
-        CheckpointError: the parameters do not lie in the buckets as they would in this layout.
+        StateError: the parameters do not lie in the buckets as they would in this layout.
     """
 
     def __init__(
@@ -170,11 +170,10 @@ class BucketState:
             self._fill()
             self._check()
         except ValueError as error:
-            raise CheckpointError(
+            raise StateError(
                 f"the buckets of the optimizer in {folder.folder} cannot be read",
                 why=str(error),
-                fix="save it with --dist-ckpt-optim-fully-reshardable, or import the weights "
-                "alone, with --no-optim",
+                fix="save it with --dist-ckpt-optim-fully-reshardable",
             ) from None
 
     def read(self, key: str, box: Box, *, kind: str) -> Tensor:

@@ -19,9 +19,14 @@ from nanotrain.checkpoint.rewrite import Shapes, write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict, with_values
-from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TensorFolder, TorchDistFolder
-from nanotrain.interop.imported import CONSTANT_SCALE, counters_of, files_of, number_of
+from nanotrain.interop.imported import (
+    CONSTANT_SCALE,
+    StateError,
+    counters_of,
+    files_of,
+    number_of,
+)
 from nanotrain.interop.megatron.arguments import ImportedConfig, config_of_arguments, literal_text
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.folder import (
@@ -155,13 +160,12 @@ def require_adam(config: Config) -> None:
     """Check that the state of the optimizer is that of Adam.
 
     Raises:
-        CheckpointError: it is of another one.
+        StateError: it is of another one.
     """
     if config.optim.optimizer != "adam":
-        raise CheckpointError(
+        raise StateError(
             f"the optimizer of the checkpoint is {plain_text(config.optim.optimizer)}",
             why="the state of adam is imported",
-            fix="import the weights alone, with --no-optim",
         )
 
 
@@ -169,7 +173,7 @@ def with_schedule(config: Config, scheduler: Mapping[str, Any]) -> Config:
     """The configuration with the schedules that the run was in, in samples.
 
     Raises:
-        CheckpointError: a value that is no schedule.
+        StateError: a value that is no schedule.
     """
     if not scheduler:
         return config
@@ -184,10 +188,9 @@ def with_schedule(config: Config, scheduler: Mapping[str, Any]) -> Config:
         }
         return with_values(config, values | warmup_of(scheduler))
     except (LookupError, ValueError) as error:
-        raise CheckpointError(
+        raise StateError(
             "the schedule of the checkpoint cannot be read",
             why=str(error),
-            fix="import the weights alone, with --no-optim",
         ) from None
 
 
@@ -232,15 +235,14 @@ def consumed_samples(opened: MegatronCheckpoint) -> int:
     """Samples that the run has trained on.
 
     Raises:
-        CheckpointError: no whole number.
+        StateError: no whole number.
     """
     try:
         return whole_number(opened.common.arguments.get("consumed_train_samples", 0), "it")
     except ValueError as error:
-        raise CheckpointError(
+        raise StateError(
             "consumed_train_samples of the checkpoint cannot be read",
             why=plain_text(str(error)),
-            fix="import the weights alone, with --no-optim",
         ) from None
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanotrain.errors import CheckpointError
+from nanotrain.interop.imported import StateError
 from nanotrain.interop.megatron.buckets import MAIN
 from nanotrain.interop.megatron.optimizer_state import State
 from nanotrain.interop.megatron.placement import Placement
@@ -29,7 +29,7 @@ def require_main_of_weights(placement: Placement, state: State) -> None:
         state: the state of its optimizer.
 
     Raises:
-        CheckpointError: a main parameter does not round to its weight.
+        StateError: a main parameter does not round to its weight.
     """
     read_main = partial(state.read, kind=MAIN)
     for name, size in placement.sizes.items():
@@ -42,13 +42,13 @@ def require_main_of_weights(placement: Placement, state: State) -> None:
                 raise other_main_params(placement, name, box=box)
 
 
-def other_main_params(placement: Placement, name: str, *, box: Box) -> CheckpointError:
+def other_main_params(placement: Placement, name: str, *, box: Box) -> StateError:
     """The error for main parameters that differ from a box of a weight."""
-    return CheckpointError(
+    return StateError(
         f"the main parameters in {placement.folder.folder} are not those of its weights",
         why=f"{name.removeprefix('model/')}[{box.text}] differs; megatron-core 0.16.1 saves "
         "--dist-ckpt-optim-fully-reshardable so where buckets end in padding",
-        fix="save it without that flag, or import the weights alone, with --no-optim",
+        fix="save it without that flag",
     )
 
 

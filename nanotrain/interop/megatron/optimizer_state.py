@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import TensorFolder
-from nanotrain.interop.imported import number_of, plain_number
+from nanotrain.interop.imported import StateError, number_of, plain_number
 from nanotrain.interop.megatron.buckets import MAIN, BucketState, has_buckets
 from nanotrain.interop.megatron.flattened import is_flattened, read_flattened
 from nanotrain.interop.megatron.folder import CommonState
@@ -76,7 +75,7 @@ def find_state(
     """Where the state of all weights is; None for a checkpoint without one.
 
     Raises:
-        CheckpointError: it has the state of some weights only, or in a form that is not read.
+        StateError: it has the state of some weights only, or in a form that is not read.
     """
     if has_buckets(folder):
         return BucketState(folder, placement, arguments=arguments)
@@ -98,10 +97,9 @@ def find_state(
         refuse_other_forms(folder)
         return None
     if missing:
-        raise CheckpointError(
+        raise StateError(
             f"{folder.folder} has the state of the optimizer for some weights only",
             why=f"{missing[0]} is missing",
-            fix="import the weights alone, with --no-optim",
         )
     return KeyedState(folder, beginnings)
 
@@ -115,15 +113,14 @@ def require_shape_of(folder: TensorFolder, key: str, *, other: str) -> None:
         other: key of the state.
 
     Raises:
-        CheckpointError: it has another one.
+        StateError: it has another one.
     """
     expected = folder.tensors[key].shape
     found = folder.tensors[other].shape
     if found != expected and not is_flattened(found, expected):
-        raise CheckpointError(
+        raise StateError(
             f"{plain_text(other)} in {folder.folder} has the shape {found}",
             why=f"its weight has {expected}",
-            fix="import the weights alone, with --no-optim",
         )
 
 
@@ -131,15 +128,14 @@ def refuse_other_forms(folder: TensorFolder) -> None:
     """Check that a checkpoint has no state in a form that is not read.
 
     Raises:
-        CheckpointError: it has.
+        StateError: it has.
     """
     for key in [*folder.tensors, *folder.objects]:
         if "optimizer.distributed." in key:
-            raise CheckpointError(
+            raise StateError(
                 f"the state of the optimizer in {folder.folder} cannot be read",
                 why=f"{plain_text(key)} is of an earlier form",
-                fix="save it with --dist-ckpt-optim-fully-reshardable, or import the weights "
-                "alone, with --no-optim",
+                fix="save it with --dist-ckpt-optim-fully-reshardable",
             )
 
 
@@ -159,7 +155,7 @@ def read_counters(folder: TensorFolder, common: CommonState) -> Counters:
     """Counters and settings of the optimizer.
 
     Raises:
-        CheckpointError: they are missing or damaged.
+        StateError: they are missing or damaged.
     """
     states = optimizer_states(common.state.get("optimizer"))
     for key in folder.objects:
@@ -182,10 +178,9 @@ def read_counters(folder: TensorFolder, common: CommonState) -> Counters:
             scheduler=scheduler,
         )
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
+        raise StateError(
             f"the counters of the optimizer in {folder.folder} cannot be read",
             why=str(error),
-            fix="import the weights alone, with --no-optim",
         ) from None
 
 
