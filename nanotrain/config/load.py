@@ -24,7 +24,12 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.option import flag_of
-from nanotrain.config.references import as_written, text_without_values, without_values
+from nanotrain.config.references import (
+    as_written,
+    marked_values,
+    text_without_values,
+    without_values,
+)
 from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
@@ -232,7 +237,7 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
         unreadable=unreadable,
     )
     hide_values(errors, composed.values)
-    hide = partial(text_without_values, values=composed.values)
+    hide = partial(text_without_values, values=list(marked_values(composed.values)))
     origins |= result.origins | reset
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
