@@ -61,7 +61,7 @@ test: $(READY) ## the whole test suite
 pairs: $(READY) ## law tests of every pair of settings, of which the suite has 16 % (minutes)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -m all_pairs tests/laws/test_every_pair.py $(ARGS)
 
-LAYOUTS := tests/laws tests/interop/hf/test_round_trip.py
+LAYOUTS := tests/laws tests/interop
 
 layouts: $(READY) ## rows of the laws that the suite leaves out: more layouts, kinds of layers and models (minutes)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m more_layouts $(LAYOUTS) $(ARGS)

@@ -39,14 +39,25 @@ from tests.laws.megatron_file import write_tokens
 CHUNK_BYTES = 512
 # the layouts of two ranks in which a case goes on; all go on with one rank
 TWO_RANKS = {
-    "titan_llama": ["tp", "pp"],
-    "titan_new_llama": ["tp", "dp"],
-    "titan_qwen3": ["tp", "dp"],
-    "titan_deepseek": ["ep", "pp"],
-    "fsdp_tied_llama": ["tp", "dp"],
-    "app_qwen3": ["pp", "dp"],
-    "deepseek": ["ep", "tp"],
+    "titan_llama": "pp",
+    "titan_new_llama": "tp",
+    "titan_qwen3": "dp",
+    "titan_deepseek": "ep",
+    "fsdp_tied_llama": "tp",
+    "app_qwen3": "pp",
+    "deepseek": "tp",
 }
+# those of `make layouts`
+MORE_TWO_RANKS = {
+    "titan_llama": "tp",
+    "titan_new_llama": "dp",
+    "titan_qwen3": "tp",
+    "titan_deepseek": "pp",
+    "fsdp_tied_llama": "dp",
+    "app_qwen3": "dp",
+    "deepseek": "ep",
+}
+Moved = tuple[Path, dict[str, Any]]
 
 
 def import_case(root: Path, name: str, step: int) -> Path:
@@ -62,8 +73,8 @@ def import_case(root: Path, name: str, step: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of all cases, imported and trained on, and the programs' losses and norms."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    """The folder of all cases, imported, and the programs' losses and norms."""
     root = tmp_path_factory.mktemp("moved")
     names = list(CASES)
     theirs = {}
@@ -74,10 +85,26 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     for name in names:
         import_case(root, name, SAVED)
         import_case(root, name, STEPS)
-    run_ranks(1, run_command_lines, *(line(root, name, "one") for name in names))
-    both = [line(root, name, layout) for name in names for layout in TWO_RANKS[name]]
-    run_ranks(2, run_command_lines, *both)
     return root, theirs
+
+
+@pytest.fixture(scope="module")
+def moved(trained: Moved) -> Moved:
+    """All cases trained on, on one rank and on two."""
+    root, _ = trained
+    run_ranks(1, run_command_lines, *(line(root, name, "one") for name in CASES))
+    both = [line(root, name, layout) for name, layout in TWO_RANKS.items()]
+    run_ranks(2, run_command_lines, *both)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def moved_further(trained: Moved) -> Moved:
+    """All cases trained on in the layouts of `make layouts`."""
+    root, _ = trained
+    both = [line(root, name, layout) for name, layout in MORE_TWO_RANKS.items()]
+    run_ranks(2, run_command_lines, *both)
+    return trained
 
 
 def line(root: Path, name: str, layout: str) -> list[str]:
@@ -86,10 +113,20 @@ def line(root: Path, name: str, layout: str) -> list[str]:
     return go_on(imported, root / name / layout, layout=layout, steps=STEPS)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [(name, layout) for name in CASES for layout in ("one", *TWO_RANKS[name])]
-)
-def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_steps_are_its_own(moved: Moved, name: str) -> None:
+    for layout in ("one", TWO_RANKS[name]):
+        assert_moved(moved, name, layout)
+
+
+@pytest.mark.more_layouts
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_steps_are_its_own_in_another_layout(moved_further: Moved, name: str) -> None:
+    assert_moved(moved_further, name, MORE_TWO_RANKS[name])
+
+
+def assert_moved(moved: Moved, name: str, layout: str) -> None:
+    """Assert that a run went on as the program did: steps, weights and moments."""
     root, theirs = moved
     assert_steps(root / name / layout, theirs[name], first=SAVED + 1, last=STEPS)
     end = root / name / f"imported-{STEPS}"

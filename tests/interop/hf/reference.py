@@ -1,5 +1,6 @@
 """Hugging Face models of random weights, the oracle of these tests."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ TOKEN_EXPERTS = "tid2eid"  # buffers with the experts of every token
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
-    family, fields = CONFIGS[name]
+    family, fields = deepcopy(CONFIGS[name])  # transformers adds to dicts of rotary positions
     config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields)
     architecture = ARCHITECTURES.get(family, f"{family}ForCausalLM")
     torch.manual_seed(seed)

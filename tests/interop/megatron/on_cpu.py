@@ -1,5 +1,6 @@
-"""Megatron-core without a GPU and transformer-engine.
+"""Megatron-core without a GPU and transformer-engine, from 0.12 on.
 
+core_version              its version
 OnCPU                     tensors for a GPU are put on the CPU
 patch_for_cpu             functions of megatron-core that need a GPU or a package
 patch_core_attention      attention whose values have another width than their keys
@@ -10,10 +11,12 @@ import contextlib
 import multiprocessing
 import queue
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +37,7 @@ class OnCPU(TorchFunctionMode):
 
 
 def patch_for_cpu() -> None:
-    """Megatron-core 0.16 without a GPU, transformer-engine and psutil."""
+    """Megatron-core without a GPU, transformer-engine and psutil."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
@@ -54,6 +57,8 @@ def patch_for_cpu() -> None:
         set_states(optimizer, param, {"step": state["step"], **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_and_step
+    # compiling its fused functions takes 10 s per model, computing them 0.1 s
+    torch.compiler.set_stance("force_eager")
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = lambda *_, **__: None
@@ -63,10 +68,33 @@ def patch_for_cpu() -> None:
     patch_grouped_gemm()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
     filesystem_async._process_memory = lambda: 0
-    # it is filled by this process; the server of megatron-core's own queue would outlive the rank
-    filesystem_async._results_queue = queue.Queue()
+    patch_writer(filesystem_async)
+    # the server of megatron-core's own queue would outlive the rank
+    filesystem_async._results_queue = queue_of_results()
     # it forks writers, which a rank of the harness may not
     multiprocessing.current_process()._config["daemon"] = False
+
+
+def core_version() -> tuple[int, int]:
+    """Major and minor number of the version of megatron-core."""
+    from megatron.core import package_info
+
+    return package_info.MAJOR, package_info.MINOR
+
+
+def queue_of_results() -> Any:
+    """A queue for what was written: by a process before 0.15, by this one since."""
+    if core_version() < (0, 15):
+        return multiprocessing.get_context("fork").Queue()
+    return queue.Queue()
+
+
+def patch_writer(filesystem_async: Any) -> None:
+    """Before 0.13 its writer does not know an argument that torch's function has since 2.7."""
+    write_item = filesystem_async._write_item
+    if core_version() < (0, 13) and not isinstance(write_item, partial):
+        torch_save = SerializationFormat.TORCH_SAVE
+        filesystem_async._write_item = partial(write_item, serialization_format=torch_save)
 
 
 def patch_core_attention() -> None:

@@ -8,7 +8,7 @@ import torch
 from nanotrain.config.config import Config
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.arguments import config_of_arguments
-from tests.interop.megatron.training import CASES, ROWS, arguments_of
+from tests.interop.megatron.cases import CASES, ROWS, arguments_of
 
 
 def config_of(name: str = "tp2", *, num_rows: int = ROWS, **changes: Any) -> Config:

@@ -82,6 +82,7 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.moe import moe_utils
 
+    torch.compiler.set_stance("force_eager")  # compiling its fused functions takes longer
     torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron moves its tables there
     # without dropout nothing is drawn
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()

@@ -15,8 +15,8 @@ import torch
 from nanotrain.cli.main import main
 from nanotrain.interop.megatron.export_run import export_megatron
 from tests.interop.dcp.test_pickles import Call
+from tests.interop.megatron.cases import CASES, arguments_of
 from tests.interop.megatron.models import LLAMA, write_checkpoint
-from tests.interop.megatron.training import CASES, arguments_of
 
 ARGUMENTS = vars(arguments_of(CASES["tp2"], samples=24)) | {"vocab_size": 40, "qk_layernorm": True}
 

@@ -16,7 +16,8 @@ from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.interop.megatron.import_run import import_megatron
 from tests.harness import run_ranks
-from tests.interop.megatron.training import CASES, SAVED, STEPS, tokens, train_cases
+from tests.interop.megatron.cases import CASES, SAVED, STEPS, tokens
+from tests.interop.megatron.training import train_cases
 from tests.interop.moved_runs import TOLERANCE, assert_steps, go_on
 from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
 from tests.laws.megatron_file import write_tokens
@@ -26,28 +27,44 @@ if find_spec("megatron") is None:  # only the ranks import it
 
 # the layouts of two ranks in which a case goes on; all go on with one rank
 TWO_RANKS = {
-    "tp2": ["pp", "dp"],
-    "pp2": ["tp", "dp"],
-    "vpp2": ["tp", "pp"],
-    "gpt2": ["dp", "pp"],
-    "fully_reshardable": ["tp", "pp"],
-    "dp_reshardable": ["tp", "dp"],
-    "dp_reshardable_pp2": ["tp"],
-    "moe_buckets": ["ep"],
-    "moe": ["ep", "tp"],
-    "gated": ["tp", "dp"],
-    "mla": ["pp", "dp"],
-    "deepseek": ["tp", "pp"],
-    "te_moe": ["ep", "tp"],
-    "grouped_mlp": [],
-    "bf16": [],
-    "bf16_buckets": ["tp"],
+    "tp2": "pp",
+    "pp2": "tp",
+    "vpp2": "pp",
+    "gpt2": "pp",
+    "fully_reshardable": "pp",
+    "dp_reshardable": "dp",
+    "dp_reshardable_pp2": "tp",
+    "moe_buckets": "ep",
+    "moe": "ep",
+    "gated": "dp",
+    "mla": "pp",
+    "deepseek": "pp",
+    "te_moe": "tp",
+    "bf16_buckets": "tp",
 }
+# those of `make layouts`
+MORE_TWO_RANKS = {
+    "tp2": "dp",
+    "pp2": "dp",
+    "vpp2": "tp",
+    "gpt2": "dp",
+    "fully_reshardable": "tp",
+    "dp_reshardable": "tp",
+    "dp_reshardable_pp2": "dp",
+    "moe_buckets": "tp",
+    "moe": "tp",
+    "gated": "tp",
+    "mla": "dp",
+    "deepseek": "tp",
+    "te_moe": "ep",
+}
+EXACT = [name for name, case in CASES.items() if not case.is_bf16]
+Moved = tuple[Path, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of all cases, imported and trained on, and megatron-core's losses and norms."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    """The folder of all cases, imported, and megatron-core's losses and norms."""
     root = tmp_path_factory.mktemp("moved")
     names = list(CASES)
     rows = run_ranks(2, train_cases, root, names, threads=False)
@@ -55,14 +72,30 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     for name in names:
         import_megatron(root / name, root / name / "imported")
         import_megatron(root / f"{name}-end", root / f"{name}-end" / "imported")
-    run_ranks(1, run_command_lines, *(line(root, name, "one") for name in names))
-    both = [line(root, name, layout) for name in names for layout in TWO_RANKS[name]]
-    run_ranks(2, run_command_lines, *both)
     theirs = {}
     for name in names:
         last = rows[1][name]  # the last pipeline stage has the loss
         theirs[name] = last if last[0][0] is not None else rows[0][name]
     return root, theirs
+
+
+@pytest.fixture(scope="module")
+def moved(trained: Moved) -> Moved:
+    """All cases trained on, on one rank and on two."""
+    root, _ = trained
+    run_ranks(1, run_command_lines, *(line(root, name, "one") for name in CASES))
+    both = [line(root, name, layout) for name, layout in TWO_RANKS.items()]
+    run_ranks(2, run_command_lines, *both)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def moved_further(trained: Moved) -> Moved:
+    """All cases trained on in the layouts of `make layouts`."""
+    root, _ = trained
+    both = [line(root, name, layout) for name, layout in MORE_TWO_RANKS.items()]
+    run_ranks(2, run_command_lines, *both)
+    return trained
 
 
 def line(root: Path, name: str, layout: str) -> list[str]:
@@ -73,16 +106,20 @@ def line(root: Path, name: str, layout: str) -> list[str]:
     return go_on(imported, root / name / layout, layout=layout, steps=STEPS, load=source)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        (name, layout)
-        for name, case in CASES.items()
-        for layout in ("one", *TWO_RANKS[name])
-        if not case.is_bf16
-    ],
-)
-def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_the_next_steps_are_its_own(moved: Moved, name: str) -> None:
+    for layout in ("one", TWO_RANKS[name]):
+        assert_moved(moved, name, layout)
+
+
+@pytest.mark.more_layouts
+@pytest.mark.parametrize("name", MORE_TWO_RANKS)
+def test_the_next_steps_are_its_own_in_another_layout(moved_further: Moved, name: str) -> None:
+    assert_moved(moved_further, name, MORE_TWO_RANKS[name])
+
+
+def assert_moved(moved: Moved, name: str, layout: str) -> None:
+    """Assert that a run went on as megatron-core did: steps, main parameters and moments."""
     root, theirs = moved
     assert_steps(root / name / layout, theirs[name], first=SAVED + 1, last=STEPS)
     end = root / f"{name}-end" / "imported"
@@ -97,11 +134,11 @@ def test_the_next_steps_are_its_own(moved, name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_legacy_files])
-def test_files_of_ranks_have_the_same_state(moved, name: str) -> None:
+def test_files_of_ranks_have_the_same_state(trained: Moved, name: str) -> None:
     """--ckpt-format torch: a file per model-parallel rank, of the same step, is the same to the
     bit.
     """
-    root, _ = moved
+    root, _ = trained
     import_megatron(root / f"{name}-legacy", root / f"{name}-legacy" / "imported")
     folders = [root / name / "imported", root / f"{name}-legacy" / "imported"]
     manifests = [read_manifest(folder) for folder in folders]
@@ -116,14 +153,17 @@ def test_files_of_ranks_have_the_same_state(moved, name: str) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_bf16])
-def test_bf16_weights_have_their_main_parameters(moved, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXACT])
+def test_bf16_weights_have_their_main_parameters(moved: Moved, name: str) -> None:
     root, theirs = moved
     imported = root / name / "imported"
     for key, value in read_global_tensors(imported, list(read_manifest(imported).tensors)):
         if key.startswith("model/") and key.endswith("query.weight"):
             assert not torch.equal(value, value.bfloat16().float()), key
-    for layout in ("one", *TWO_RANKS[name]):
+    layouts = ["one"]
+    if name in TWO_RANKS:
+        layouts.append(TWO_RANKS[name])
+    for layout in layouts:
         for step in steps_of(root / name / layout):
             loss, norm = theirs[name][step["step"] - 1]
             assert step["loss"] == pytest.approx(loss, rel=2e-3)

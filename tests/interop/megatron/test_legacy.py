@@ -31,9 +31,9 @@ from nanotrain.interop.megatron.legacy import (
 )
 from nanotrain.spec.boxes import Box
 from tests.interop.dcp.test_pickles import Call
+from tests.interop.megatron.cases import CASES, arguments_of
 from tests.interop.megatron.legacy_files import FILE, RANK, write_legacy
 from tests.interop.megatron.models import LLAMA, write_checkpoint
-from tests.interop.megatron.training import CASES, arguments_of
 
 ARGUMENTS = vars(arguments_of(CASES["tp2"], samples=24)) | {"vocab_size": 40, "qk_layernorm": True}
 ARGUMENTS |= {"tensor_model_parallel_size": 1}
