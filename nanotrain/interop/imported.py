@@ -34,8 +34,8 @@ class StateError(CheckpointError):
 
     def with_flag(self, flag: str) -> CheckpointError:
         """The error with the flag that imports the weights alone."""
-        alone = f"import the weights alone, with {flag}"
-        fix = f"{self.fix}, or {alone}" if self.fix else alone
+        cure = f"import the weights alone, with {flag}"
+        fix = f"{self.fix}, or {cure}" if self.fix else cure
         return CheckpointError(self.what, why=self.why, fix=fix)
 
 

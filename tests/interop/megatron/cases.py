@@ -104,6 +104,7 @@ CASES = {
     "moe": Case(**MOE_CASE, ep=2),
     "gated": Case(config=LLAMA | SWIGLU | GATES, arguments=LLAMA_ARGUMENTS | GATES, pp=2),
     "mla": Case(config=LLAMA | SWIGLU | LATENT, arguments=LATENT_ARGUMENTS | LATENT),
+    "mla_tp2": Case(config=LLAMA | SWIGLU | LATENT, arguments=LATENT_ARGUMENTS | LATENT, tp=2),
     "deepseek": Case(
         config=LLAMA | SWIGLU | MOE | DEEPSEEK,
         arguments=LATENT_ARGUMENTS | MOE_ARGUMENTS | DEEPSEEK,

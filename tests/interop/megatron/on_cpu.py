@@ -65,6 +65,7 @@ def patch_for_cpu() -> None:
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     patch_core_attention()
+    patch_shared_rotary_key()
     patch_grouped_gemm()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = numbers_on_the_host
     filesystem_async._process_memory = lambda: 0
@@ -123,6 +124,39 @@ def patch_core_attention() -> None:
         return output.permute(2, 0, 1, 3).flatten(2)
 
     DotProductAttention.__init__, DotProductAttention.forward = build_latent, compute_latent
+
+
+def patch_shared_rotary_key() -> None:
+    """The gradient of the rotary key of MLA, which all heads share, as the sum over tp ranks.
+
+    Without sequence parallelism megatron-core has that of the heads of a rank alone, up to 0.16.1.
+    """
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer import multi_latent_attention as mla
+
+    attention = mla.MLASelfAttention
+    compute = attention.get_query_key_value_tensors
+    gather = tensor_parallel.gather_from_tensor_model_parallel_region
+    copy = tensor_parallel.copy_to_tensor_model_parallel_region
+
+    def compute_with_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        calls_left = [self.config.q_lora_rank is not None]  # compressed queries are gathered first
+
+        def gather_with_sum(local: Any, *more: Any, **options: Any) -> Any:
+            full = gather(local, *more, **options)
+            if calls_left.pop():
+                calls_left.append(False)
+                return full
+            compressed, rotary = full.split(sizes, dim=-1)
+            # the product makes a contiguous gradient: others are not reduced
+            return torch.cat([compressed, copy(rotary) * 1.0], dim=-1)
+
+        mla.gather_from_tensor_model_parallel_region = gather_with_sum
+        return compute(self, *args, **kwargs)
+
+    if compute.__name__ != compute_with_sum.__name__:
+        attention.get_query_key_value_tensors = compute_with_sum
 
 
 def patch_grouped_gemm() -> None:

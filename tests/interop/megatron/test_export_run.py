@@ -32,7 +32,7 @@ from tests.interop.megatron.cases import (
     arguments_of,
     tokens,
 )
-from tests.interop.megatron.models import DEEPSEEK, GATED, HYBRID, LLAMA
+from tests.interop.megatron.models import GATED, HYBRID, LLAMA
 from tests.interop.megatron.training import continue_cases
 from tests.laws.command_line import run_command_lines, saved_tensors, steps_of
 from tests.laws.megatron_file import write_tokens
@@ -42,7 +42,7 @@ if find_spec("megatron") is None:  # only the ranks import it
 
 TOLERANCE = 1e-6
 MODELS = {"llama": CASES["tp2"], "gpt2": CASES["gpt2"], "moe": CASES["moe"]}
-MODELS |= {"bf16": CASES["bf16"]}
+MODELS |= {"bf16": CASES["bf16"], "mla": CASES["mla"], "mtp": CASES["deepseek"]}
 ONE = {"tp": 1, "pp": 1, "ep": 1}
 FORM = "fully_reshardable"
 # how megatron-core goes on, by the model: two ranks
@@ -61,6 +61,11 @@ LAYOUTS: dict[str, dict[str, Case]] = {
         "ep2-distributed": replace(MODELS["moe"], **ONE | {"ep": 2}, form=FORM),
         "dp2": replace(MODELS["moe"], **ONE),
     },
+    "mla": {"tp2": replace(MODELS["mla"], **ONE | {"tp": 2})},
+    "mtp": {
+        "pp2": replace(MODELS["mtp"], **ONE | {"pp": 2}, form=None),
+        "ep2-distributed": replace(MODELS["mtp"], **ONE | {"ep": 2}, form=FORM),
+    },
     "bf16": {
         "tp2": replace(MODELS["bf16"], **ONE | {"tp": 2}),
         "dp2-distributed": replace(MODELS["bf16"], **ONE, form=FORM),
@@ -70,7 +75,7 @@ LAYOUTS: dict[str, dict[str, Case]] = {
 # on pipeline stages) it leaves out their padding when it saves, so the state of the last one is shifted
 SHIFTED = ("gpt2", "pp2-distributed")
 # models of other kinds, which go out and come in again
-OTHERS = {"hybrid": HYBRID, "deepseek": DEEPSEEK, "gated": GATED, "fp16": LLAMA}
+OTHERS = {"hybrid": HYBRID, "gated": GATED, "fp16": LLAMA}
 # overflows of the first steps skip updates, and the loss scale counts them
 FP16 = ["--params-dtype", "fp16", "--initial-loss-scale", str(2**22)]
 PAIRS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]

@@ -38,6 +38,7 @@ TWO_RANKS = {
     "moe": "ep",
     "gated": "dp",
     "mla": "pp",
+    "mla_tp2": "tp",
     "deepseek": "pp",
     "te_moe": "tp",
     "bf16_buckets": "tp",
@@ -55,6 +56,7 @@ MORE_TWO_RANKS = {
     "moe": "tp",
     "gated": "tp",
     "mla": "dp",
+    "mla_tp2": "dp",
     "deepseek": "tp",
     "te_moe": "ep",
 }
