@@ -8,7 +8,7 @@ import torch
 from nanotrain.config.config import Config
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.arguments import config_of_arguments
-from tests.interop.megatron.cases import CASES, ROWS, arguments_of
+from tests.interop.megatron.cases import CASES, GLOBAL_BATCH, MICRO_BATCH, ROWS, arguments_of
 
 
 def config_of(name: str = "tp2", *, num_rows: int = ROWS, **changes: Any) -> Config:
@@ -28,7 +28,10 @@ def test_a_llama() -> None:
         0.95,
         0.1,
     )
-    assert (config.train.global_batch_size, config.train.micro_batch_size) == (8, 2)
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (
+        GLOBAL_BATCH,
+        MICRO_BATCH,
+    )
     assert config.data.seq_length == 12
 
 
