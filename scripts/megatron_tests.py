@@ -151,8 +151,8 @@ def words_of(arguments: Mapping[str, Any]) -> Iterator[str]:
             continue
         if text.startswith("[") and text.endswith("]"):
             yield from shlex.split(text[1:-1])
-        else:
-            yield text.strip('"')
+        else:  # the script of the tests leaves the words of a value to the shell
+            yield from shlex.split(text)
 
 
 def value_of_variable(found: re.Match[str]) -> str:

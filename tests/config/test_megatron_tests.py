@@ -74,6 +74,9 @@ def test_sets_have_their_ranks_and_only_pretraining_is_counted(checkout):
 def test_values_become_words():
     arguments = {"--bf16": True, "--window-size": "[8 0]", "--seed": "${REPEAT}", "--lr": 0.1}
     assert " ".join(words_of(arguments)) == "--bf16 --window-size 8 0 --seed 1 --lr 0.1"
+    sizes = {"--hierarchical-context-parallel-sizes": "2 2", "--data-path": '"a b" c'}
+    words = ["--hierarchical-context-parallel-sizes", "2", "2", "--data-path", "a b", "c"]
+    assert list(words_of(sizes)) == words
 
 
 def test_the_page_counts_sets_and_reasons(checkout, capsys):
