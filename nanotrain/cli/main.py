@@ -19,6 +19,7 @@ from nanotrain.cli.card import card
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.checks import check_names
 from nanotrain.cli.data import DATA_COMMANDS
+from nanotrain.cli.doctor import doctor
 from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.evaluate import evaluate
 from nanotrain.cli.family import FAMILY_COMMANDS
@@ -127,6 +128,7 @@ COMMANDS: dict[str, Command] = {
     "prepare": prepare,
     "sweep": sweep,
     "plan": plan,
+    "doctor": doctor,
     "dry-run": dry_run,
     "parity": parity,
     "prove": prove,

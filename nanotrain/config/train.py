@@ -105,7 +105,15 @@ class TrainConfig:
     """
 
     log_straggler: bool = option(False)
-    """log the seconds of a step in which each rank did not wait for others, on CPUs"""
+    """log the seconds of a step in which each rank did not wait for others, and name stragglers; on
+    CPUs
+    """
+
+    straggler_factor: float = option(1.5, check=above(1))
+    """with log_straggler: multiple of the median of the ranks above which a rank is slow"""
+
+    straggler_duration_s: float = option(60.0, check=above(0))
+    """with log_straggler: seconds of slow steps in a row after which a rank is a straggler"""
 
     log_num_zeros_in_grad: bool = option(False)
     """log the number of zeros in the gradients"""
@@ -130,6 +138,14 @@ class TrainConfig:
 
     exit_duration_in_mins: float | None = option(None, check=above(0))
     """save and exit after this many minutes"""
+
+    preflight: bool = option(False)
+    """before the run test products, messages of pairs of ranks, disk and clocks within seconds, and
+    end it where a rank, a pair or a host is an outlier
+    """
+
+    preflight_factor: float = option(2.0, check=above(1))
+    """with preflight: multiple of the median above which a measurement is an outlier"""
 
     hang_timeout_s: float | None = option(None, check=at_least(0))
     """seconds without progress after which the run ends with hang-report.txt; 0: never; unset: 0.9

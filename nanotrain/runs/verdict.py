@@ -57,6 +57,7 @@ DEVICE_ASSERT = ("device-side assert",)  # an index out of bounds: code or data
 DEVICE_FAULT = ("cuda error", "cuda runtime error", "illegal memory access", "cublas", "hip error")
 NETWORK_FAULT = ("nccl", "gloo", "connection reset", "connection closed", "timed out", "timeout")
 FULL_DISK = ("no space left", "quota exceeded", "read-only", "symbolic link", "file too large")
+PREFLIGHT = "the preflight found"  # a part of the error of `watch/sniff.py`
 NAMED_HOST = re.compile(r"\bhost ([A-Za-z0-9][\w.-]*)")
 # signals that a scheduler or a person sends to end a job
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -261,6 +262,9 @@ def machine_fault(evidence: Evidence) -> Verdict | None:
         return None
     if failure.kind == "LocalFault":
         return Verdict("restart", "machine_fault", failure.text, hosts_of([failure]))
+    hosts = tuple(dict.fromkeys(NAMED_HOST.findall(failure.why)))
+    if PREFLIGHT in failure.what and hosts:
+        return Verdict("exclude", "machine_fault", failure.text, hosts)
     if "did not meet" in failure.what or "joined" in failure.what:
         return Verdict("restart", "machine_fault", failure.text)
     return Verdict("stop", "machine_fault", f"{failure.text}; {failure.fix}")

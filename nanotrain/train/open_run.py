@@ -49,6 +49,7 @@ from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
+from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resume.changed_lr import log_changed_lr
@@ -153,6 +154,11 @@ def _hooks_before_log(config: Config, tokenizer: str | None) -> list[Hook]:
     if config.train.timing_log_level > 0 or config.train.profile:
         hooks.append(TimersHook())
     hooks.append(GoodputHook())
+    train = config.train
+    if train.log_straggler:
+        hooks.append(
+            StragglerHook(factor=train.straggler_factor, duration_s=train.straggler_duration_s)
+        )
     return hooks
 
 

@@ -130,6 +130,14 @@ CASES = {
         failed(LocalFault("/dev/shm is small")),
         *("restart", "machine_fault", ("node7",)),
     ),
+    "preflight": (
+        failed(
+            EnvironmentFault(
+                "the preflight found 1 outlier", why="rank 5 on host node9: product takes 9.0 ms"
+            )
+        ),
+        *("exclude", "machine_fault", ("node9",)),
+    ),
     "in use": (
         failed(EnvironmentFault("the run folder is in use", fix="wait for it")),
         *("stop", "machine_fault", ()),

@@ -241,6 +241,15 @@ def unused_trackers(c: Settings) -> UnusedFields:
             )
     if train.prometheus_port is None:
         yield unused("prometheus_address", by="prometheus_port", why="prometheus_port is unset")
+    if not train.log_straggler:
+        yield unused(
+            "straggler_factor",
+            "straggler_duration_s",
+            by="log_straggler",
+            why="log_straggler is off",
+        )
+    if not train.preflight:
+        yield unused("preflight_factor", by="preflight", why="preflight is off")
     if not train.tensorboard:
         yield unused("tensorboard_dir", by="tensorboard", why="tensorboard is off")
     if not train.wandb:

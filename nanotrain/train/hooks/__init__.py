@@ -3,6 +3,7 @@
     hook.py             `Hook`: the moments at which they are called
     log.py, track.py    console and metrics.jsonl; experiment trackers (`train/trackers`)
     goodput.py          time of steps as a share of all time
+    stragglers.py       ranks that stay slower than the others
     notify.py           messages to a webhook
     checkpoint.py       saves; `object_storage.py` uploads what they leave
     data_order.py       the record of the data order, and changes of the blend
