@@ -21,6 +21,7 @@ from typing import Any
 
 from nanotrain.errors import ConfigErrors, EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import write_text
+from nanotrain.runs.lock import InUse
 from nanotrain.untrusted import object_of, parse_json, plain_text, read_file
 
 FOLDER = "failures"
@@ -98,6 +99,8 @@ def recording(folder: Path, *, rank: int) -> Iterator[None]:
     """
     try:
         yield
+    except InUse:  # the folder is another run's
+        raise
     except Exception as error:
         is_common = isinstance(error, NanotrainError) and not isinstance(error, LocalFault)
         if rank == 0 or not is_common:

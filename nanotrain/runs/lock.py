@@ -31,6 +31,10 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 log = get_logger(__name__)
 
 
+class InUse(EnvironmentFault):
+    """A folder or corpus that another process has; nothing of it may be touched."""
+
+
 def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> AbstractContextManager[None]:
     """Hold the lock of a run folder, as `hold_lock` does; the folder exists and is writable."""
     fix = "wait for it, end it, or choose another folder with --run-dir"
@@ -92,7 +96,7 @@ def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
             why = "other processes take its lock in turn"
         os.close(file)
         if time.monotonic() >= end:
-            raise EnvironmentFault(f"{what} is in use", why=why, fix=fix)
+            raise InUse(f"{what} is in use", why=why, fix=fix)
         time.sleep(_POLL_S)
 
 

@@ -14,14 +14,17 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.collectives import all_gather_object, all_reduce, barrier
 from nanotrain.comm.device import Stopwatch, device_name, synchronize
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.send_recv import Message, start_send_recv
 from nanotrain.errors import EnvironmentFault
@@ -144,12 +147,8 @@ def _collectives(context: ParallelContext, host: str) -> Iterator[Measurement]:
         numbers = torch.zeros(rows, device=context.device)
         splits = [rows // group.size] * group.size
 
-        def reduce(numbers: torch.Tensor = numbers) -> None:
-            all_reduce(numbers, group)
-
-        def exchange(numbers: torch.Tensor = numbers, splits: list[int] = splits) -> None:
-            all_to_all(numbers, group, output_splits=splits, input_splits=splits)
-
+        reduce = partial(all_reduce, numbers, group)
+        exchange = partial(all_to_all, numbers, group, output_splits=splits, input_splits=splits)
         for kind, run in (("all_reduce", reduce), ("all_to_all", exchange)):
             seconds = _fastest_s(run, context.device)
             yield Measurement(kind, seconds, context.rank, host, num_bytes=num_bytes)
@@ -166,16 +165,7 @@ def _pairs(context: ParallelContext, hosts: Sequence[str]) -> Iterator[Measureme
                 continue
             sent = torch.zeros(num_bytes // 4, device=context.device)
             received = torch.empty_like(sent)
-
-            def exchange(
-                sent: torch.Tensor = sent, received: torch.Tensor = received, peer: int = peer
-            ) -> None:
-                batch = start_send_recv(
-                    [Message(sent, peer)], [Message(received, peer)], group=group
-                )
-                batch.received[0].wait()
-                batch.sent.wait()
-
+            exchange = partial(_exchange, sent, received, peer=peer, group=group)
             seconds = _fastest_s(exchange, context.device)
             if context.rank < peer:
                 yield Measurement(
@@ -187,6 +177,13 @@ def _pairs(context: ParallelContext, hosts: Sequence[str]) -> Iterator[Measureme
                     peer=peer,
                     peer_host=hosts[peer],
                 )
+
+
+def _exchange(sent: Tensor, received: Tensor, *, peer: int, group: Group) -> None:
+    """Send a tensor to another rank and receive its one."""
+    batch = start_send_recv([Message(sent, peer)], [Message(received, peer)], group=group)
+    batch.received[0].wait()
+    batch.sent.wait()
 
 
 def rounds_of(num_ranks: int, *, most: int = MAX_ROUNDS) -> list[list[int]]:
@@ -268,13 +265,13 @@ def outliers(measurements: Iterable[Measurement], *, factor: float = FACTOR) -> 
             for member in members
             if member.seconds > factor * middle and member.seconds - middle > NOISE_S[kind]
         ]
-        found += _named_pairs(slow, members, middle) if kind == PAIR else []
-        found += _named_ranks(slow, members, middle) if kind != PAIR else []
+        found += _named_pairs(slow, members, middle=middle) if kind == PAIR else []
+        found += _named_ranks(slow, members, middle=middle) if kind != PAIR else []
     return found
 
 
 def _named_ranks(
-    slow: Sequence[Measurement], members: Sequence[Measurement], middle: float
+    slow: Sequence[Measurement], members: Sequence[Measurement], *, middle: float
 ) -> Iterator[Outlier]:
     """Slow ranks, or their host where all of its ranks are slow and it has several."""
     for host in dict.fromkeys(member.host for member in slow):
@@ -290,7 +287,7 @@ def _named_ranks(
 
 
 def _named_pairs(
-    slow: Sequence[Measurement], members: Sequence[Measurement], middle: float
+    slow: Sequence[Measurement], members: Sequence[Measurement], *, middle: float
 ) -> Iterator[Outlier]:
     """Ranks of which most pairs are slow, then slow pairs of other ranks."""
     hosts = {member.rank: member.host for member in members}

@@ -14,6 +14,7 @@ from nanotrain.runs.failures import (
     recording,
     write_failure,
 )
+from nanotrain.runs.lock import InUse
 
 
 def fail(folder, error: Exception, *, rank: int) -> None:
@@ -34,11 +35,12 @@ def test_what_all_ranks_raise_is_noted_once_and_what_one_raises_by_it(tmp_path):
     assert read_failures(tmp_path, since_s=code.time_s) == [code]
 
 
-def test_a_folder_that_is_not_there_is_not_made_and_an_interrupt_is_no_failure(tmp_path):
+def test_nothing_is_noted_of_an_interrupt_and_in_folders_that_are_not_there_or_in_use(tmp_path):
     fail(tmp_path / "none", ConfigError("x"), rank=0)
     assert not (tmp_path / "none").exists()
     with pytest.raises(KeyboardInterrupt), recording(tmp_path, rank=0):
         raise KeyboardInterrupt
+    fail(tmp_path, InUse("the run folder is in use"), rank=0)
     assert not (tmp_path / FOLDER).exists()
 
 

@@ -138,8 +138,8 @@ CASES = {
         ),
         *("exclude", "machine_fault", ("node9",)),
     ),
-    "in use": (
-        failed(EnvironmentFault("the run folder is in use", fix="wait for it")),
+    "no GPU": (
+        failed(EnvironmentFault("no GPU is visible", fix="--device cpu")),
         *("stop", "machine_fault", ()),
     ),
     "collective": (failed(ReportedFault("rank 1 ended")), "restart", "lost_collective", ()),
