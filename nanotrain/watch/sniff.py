@@ -148,8 +148,8 @@ def _collectives(context: ParallelContext, host: str) -> Iterator[Measurement]:
         splits = [rows // group.size] * group.size
 
         reduce = partial(all_reduce, numbers, group)
-        exchange = partial(all_to_all, numbers, group, output_splits=splits, input_splits=splits)
-        for kind, run in (("all_reduce", reduce), ("all_to_all", exchange)):
+        reorder = partial(all_to_all, numbers, group, output_splits=splits, input_splits=splits)
+        for kind, run in (("all_reduce", reduce), ("all_to_all", reorder)):
             seconds = _fastest_s(run, context.device)
             yield Measurement(kind, seconds, context.rank, host, num_bytes=num_bytes)
 
@@ -165,8 +165,8 @@ def _pairs(context: ParallelContext, hosts: Sequence[str]) -> Iterator[Measureme
                 continue
             sent = torch.zeros(num_bytes // 4, device=context.device)
             received = torch.empty_like(sent)
-            exchange = partial(_exchange, sent, received, peer=peer, group=group)
-            seconds = _fastest_s(exchange, context.device)
+            messages = partial(_send_receive, sent, received, peer=peer, group=group)
+            seconds = _fastest_s(messages, context.device)
             if context.rank < peer:
                 yield Measurement(
                     PAIR,
@@ -179,7 +179,7 @@ def _pairs(context: ParallelContext, hosts: Sequence[str]) -> Iterator[Measureme
                 )
 
 
-def _exchange(sent: Tensor, received: Tensor, *, peer: int, group: Group) -> None:
+def _send_receive(sent: Tensor, received: Tensor, *, peer: int, group: Group) -> None:
     """Send a tensor to another rank and receive its one."""
     batch = start_send_recv([Message(sent, peer)], [Message(received, peer)], group=group)
     batch.received[0].wait()
