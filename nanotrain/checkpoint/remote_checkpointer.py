@@ -12,20 +12,18 @@ before the manifest commits them.
 """
 
 import json
-import time
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from nanotrain.checkpoint.background import POLL_S, report_path
+from nanotrain.checkpoint.background import report_path
 from nanotrain.checkpoint.checkpointer import Checkpointer, Content, StartedSave, Tensors
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json
+from nanotrain.checkpoint.messages import Messages
 from nanotrain.checkpoint.read import RemoteSource, ShardFile
 from nanotrain.checkpoint.run_files import FileUploads
 from nanotrain.checkpoint.store import (
@@ -54,62 +52,6 @@ from nanotrain.storage.remote import Remote
 UPLOADS = 3  # attempts for a shard whose stored bytes differ from the written ones
 READS = 2  # attempts to verify an object before it is uploaded again
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class _Messages:
-    """Texts between the threads of one save, by name; a failure of any rank ends all waits."""
-
-    store: Store
-    prefix: str
-    timeout_s: float
-    is_cancelled: Callable[[], bool]
-
-    def put(self, name: str, text: str = "") -> None:
-        """Send a text."""
-        compressed = zlib.compress(text.encode(), 1)
-        self.store.set(self.prefix + name, compressed)  # type: ignore[arg-type]
-
-    def take(self, name: str, *, is_last: bool = False) -> str:
-        """Wait for a text and return it; `is_last` deletes it, as no other rank reads it.
-
-        Raises:
-            StorageFault: a rank failed, the time is over, or the save was given up.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        pause = POLL_S[0]
-        while not self.store.check([self.prefix + name]):
-            if self.store.check([self.prefix + "failed"]):
-                raise StorageFault("the checkpoint cannot be written", why=self._read("failed"))
-            if self.is_cancelled() or time.monotonic() > deadline:
-                raise StorageFault(
-                    "the checkpoint was given up",
-                    why=f"another rank did not send {name} within {self.timeout_s:g} s",
-                    fix="raise --distributed-timeout-minutes",
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S[1])
-        text = self._read(name)
-        if is_last:
-            self.forget(name)
-        return text
-
-    def forget(self, name: str) -> None:
-        """Delete a text that all ranks have read."""
-        self.store.delete_key(self.prefix + name)
-
-    @contextmanager
-    def telling_failure(self, rank: int) -> Iterator[None]:
-        """Send an error of the block to all ranks."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(Exception):  # the error itself matters more
-                self.put("failed", f"rank {rank}: {error}"[:2000])
-            raise
-
-    def _read(self, name: str) -> str:
-        return zlib.decompress(self.store.get(self.prefix + name)).decode()
 
 
 class RemoteCheckpointer(Checkpointer):
@@ -148,7 +90,7 @@ class RemoteCheckpointer(Checkpointer):
     def _write(self, save: StartedSave, is_cancelled: Callable[[], bool]) -> Path | None:
         """Write this rank's shard, upload it, and on the first rank commit the checkpoint."""
         self._num_saves += 1  # the same on all ranks
-        messages = _Messages(self._store, f"save-{self._num_saves}/", self.timeout_s, is_cancelled)
+        messages = Messages(self._store, f"save-{self._num_saves}/", self.timeout_s, is_cancelled)
         with messages.telling_failure(self.group.index):
             save.temporary.mkdir(parents=True, exist_ok=True)  # on machines without the first rank
             shard = self._write_shard(save)
@@ -190,7 +132,7 @@ class RemoteCheckpointer(Checkpointer):
                 self._commit_remotely(path, stored, older=older)
         self.files.upload()
 
-    def _commit_locally(self, save: StartedSave, messages: _Messages) -> Path:
+    def _commit_locally(self, save: StartedSave, messages: Messages) -> Path:
         """Collect the shard reports of all ranks and write the merged manifest to a local disk."""
         nbytes = 0
         for index in range(self.group.size):

@@ -8,28 +8,14 @@ interval saves again, unless `--exit-on-save-failure` is set. If the last save f
 again in `--save-fallback-dir`; without that folder the run ends with exit code 2.
 """
 
-import math
 import time
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.compatibility import kind_of
-from nanotrain.config.schema import to_dict
-from nanotrain.data.build import fingerprints
-from nanotrain.data.mix import recorded_stages
-from nanotrain.data.recorded_data import DataRecord, record_of, valid_ranges
-from nanotrain.data.same_tokenizer import definition_hash
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
-from nanotrain.runs.metrics_file import Sealer
-from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.save_content import SaveContent, tensors_to_save
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 
@@ -53,8 +39,7 @@ class CheckpointHook(Hook):
             False  # whether the run ends with the error of a failed save, which names it
         )
         self._report: StepReport | None = None  # report of the last step
-        self._sealer: Sealer | None = None  # on the first rank, from the first save on
-        self._tokenizer: str | None = None  # hash of the tokenizer in the run folder
+        self._content = SaveContent()
 
     def before_training(self, run: Run) -> None:
         self._report = None  # a report from before does not count
@@ -112,11 +97,6 @@ class CheckpointHook(Hook):
         if self._in_flight is not None and not self._in_flight.give_up(GIVE_UP_S):
             log.warning("the checkpoint of step %s was not finished", self._saved_step)
 
-    def _last_loss(self) -> float | None:
-        """The loss of the last step, for which the host waits here; None if it is not finite."""
-        loss = math.nan if self._report is None else self._report.output.loss
-        return loss if math.isfinite(loss) else None
-
     def _save_and_go_on(self, run: Run) -> None:
         self._finish(run)
         try:
@@ -130,10 +110,10 @@ class CheckpointHook(Hook):
     def _start_save(self, run: Run) -> None:
         """Start to save in the background."""
         run.context.heartbeat.begin("checkpoint")
-        tensors = _tensors_to_save(run)
-        content = self._content(run)
+        tensors = tensors_to_save(run)
+        content = self._content.of(run, self._report)
         start = time.perf_counter()
-        run.checkpointer.start_save(run.state.step, tensors, **content)
+        run.checkpointer.start_save(run.state.step, tensors, prunes=self._prunes, **content)
         duration_s = time.perf_counter() - start
         log.info("saving step %d in the background, after %.3f s", run.state.step, duration_s)
         self._in_flight = run.checkpointer
@@ -142,8 +122,9 @@ class CheckpointHook(Hook):
     def _save(self, run: Run, checkpointer: Checkpointer) -> None:
         """Save, and wait until the checkpoint is complete."""
         run.context.heartbeat.begin("checkpoint")
-        tensors = _tensors_to_save(run)
-        path = checkpointer.save(run.state.step, tensors, **self._content(run))
+        tensors = tensors_to_save(run)
+        content = self._content.of(run, self._report)
+        path = checkpointer.save(run.state.step, tensors, prunes=self._prunes, **content)
         log.info("saved %s", path)
         self._count_as_saved(run)
 
@@ -151,45 +132,14 @@ class CheckpointHook(Hook):
         self._saved_step = run.state.step
         self._saved_updates = run.optimizer.num_updates
 
-    def _content(self, run: Run) -> dict[str, Any]:
-        """Arguments of a save besides step and tensors."""
-        topology = run.context.topology
-        objects: dict[str, Any] = {
-            "train": run.state.to_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "last_step": {"loss": self._last_loss()},
-            "corpora": fingerprints(run.dataset),
-        }
-        if not run.config.data.mock_data:
-            objects["data"] = _data_record(run).to_json()
-        objects |= run_on_first(run.context.control, partial(self._facts_of_files, run))
-        return {
-            "objects": objects,
-            "config": to_dict(run.config),
-            "topology": {"world_size": topology.world_size, **asdict(topology.dense)},
-            # While steps are skipped the weights may be lost already, and an older checkpoint be
-            # the one to go back to.
-            "prunes": self._report is None or not self._report.output.skipped,
-        }
+    @property
+    def _prunes(self) -> bool:
+        """Whether older checkpoints may be deleted after a save.
 
-    def _facts_of_files(self, run: Run) -> dict[str, Any]:
-        """Changes of the blend, tokenizer and metrics in the run folder, on the first rank.
-
-        Other ranks may not see the folder, and the manifests of all ranks must agree.
+        While steps are skipped the weights may be lost already, and an older checkpoint be the one
+        to go back to.
         """
-        if self._sealer is None:
-            self._sealer = Sealer(run.folder.metrics)
-            self._tokenizer = definition_hash(run.folder.tokenizer)
-        facts: dict[str, Any] = {}
-        mixed = recorded_stages(run.folder.path, origin=_first_sample(run))
-        if mixed:
-            facts["stages"] = mixed
-        seal = self._sealer.seal()
-        if seal is not None:
-            facts["metrics"] = asdict(seal)
-        if self._tokenizer is not None:
-            facts["tokenizer_sha256"] = self._tokenizer
-        return facts
+        return self._report is None or not self._report.output.skipped
 
     def _save_last(self, run: Run) -> None:
         """Save in the run folder, or else in the fallback folder."""
@@ -249,30 +199,6 @@ class CheckpointHook(Hook):
         if run.state.step >= run.config.train.train_iters:
             again = "the last save is tried next"
         log.warning("%s; %s", error, again)
-
-
-def _first_sample(run: Run) -> int:
-    """The first sample of the data that the run reads now."""
-    origin = run.inputs.data_origin
-    return 0 if origin is None else origin.sample
-
-
-def _data_record(run: Run) -> DataRecord:
-    """How far the run has read its data."""
-    return record_of(
-        run.batches.dataset,
-        sample=run.state.consumed_samples + run.state.skipped_samples,
-        settings=run.inputs.data_settings,
-        valid=valid_ranges(run.inputs.datasets),
-        origin=run.inputs.data_origin,
-    )
-
-
-def _tensors_to_save(run: Run) -> dict[TensorBox, Tensor]:
-    tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
-    if run.config.checkpoint.save_optim:
-        return tensors
-    return {box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"}
 
 
 def _rename_later(run: Run, *, step: int) -> None:
