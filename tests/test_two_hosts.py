@@ -15,7 +15,7 @@ DRILLS = "NANOTRAIN_DRILLS"
 
 @pytest.mark.parametrize(
     "drill",
-    [["resume"], ["shrink"], ["shrink", "--localhost", "--ranks-per-host", "1"]],
+    [["resume"], ["memory"], ["shrink"], ["shrink", "--localhost", "--ranks-per-host", "1"]],
     ids=" ".join,
 )
 def test_a_killed_host_costs_no_more_than_the_steps_since_the_last_save(drill: list[str]) -> None:

@@ -9,6 +9,8 @@
     compatibility.py        what a run and a checkpoint lack of each other
     store.py, retention.py  the folder of checkpoints: which are complete, which are kept
     stored.py, remote_checkpointer.py   runs in object storage
+    memory_checkpointer.py, memory_start.py   in the memory of the hosts, with copies on partners;
+                            `host_folder.py` their folders, `peers.py` servers, `run_memory.py` both
     rewrite.py, export_folder.py        checkpoints and folders made from other values
     report.py               what `nanotrain checkpoint inspect`, `verify` and `diff` print
 

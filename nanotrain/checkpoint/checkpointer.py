@@ -50,7 +50,7 @@ from nanotrain.checkpoint.compatibility import (
 )
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.plan import plan_reads
-from nanotrain.checkpoint.read import read_chunks
+from nanotrain.checkpoint.read import Source, read_chunks
 from nanotrain.checkpoint.retention import keep_newest, try_to_remove
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
@@ -107,6 +107,7 @@ class Checkpointer:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
         self._shard_name = shard_name(group.index, group.size)
+        self._owns_folder = group.is_first  # whether this rank makes and removes step folders
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
@@ -301,14 +302,15 @@ class Checkpointer:
         # One reader: every rank needs all of it, of a 70B model at 16,384 ranks 112 MB, which are
         # sent as 16.
         with without_collection():
-            sent = run_on_first(self.group, lambda: _pickled_manifest(path))
+            sent = run_on_first(self.group, lambda: _pickled(self._read_manifest(path)))
             manifest: Manifest = pickle.loads(zlib.decompress(sent))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
 
         def read() -> list[float]:
             check_compatible(manifest, _dtypes(fitted), config=config)
-            read_chunks(path, plan_reads(manifest, fitted), targets=fitted)
+            reads = plan_reads(manifest, fitted)
+            read_chunks(path, reads, targets=fitted, open_source=self._open_source)
             names = {box.name for box in targets}
             return loads(manifest, names.union(unread(manifest) if unread else ()))
 
@@ -317,6 +319,14 @@ class Checkpointer:
             manifest, reduce_on_all(self.group, read, length=len(manifest.tensors)), config=config
         )
         return manifest
+
+    def _read_manifest(self, path: Path) -> Manifest:
+        """The manifest of a complete checkpoint."""
+        return store.require_complete(path)
+
+    def _open_source(self, path: Path) -> Source | None:
+        """The source of a shard file that is not in its folder; None: it is, or in a store."""
+        return None
 
     def latest(self, *, below: int | None = None) -> Path | None:
         """`newest_complete` of this run, the same on every rank.
@@ -368,17 +378,16 @@ class Checkpointer:
             yield
         except Exception:
             self.num_failed += 1
-            if self.group.is_first:
+            if self._owns_folder:
                 try_to_remove(commit.temporary_folder(self.folder, step), is_quiet=True)
             raise
         finally:
             self._stall_s += time.perf_counter() - start
 
 
-def _pickled_manifest(path: Path) -> bytes:
-    """The manifest of a complete checkpoint, pickled and compressed."""
-    pickled = pickle.dumps(store.require_complete(path))
-    return zlib.compress(pickled, 1)
+def _pickled(manifest: Manifest) -> bytes:
+    """A manifest, pickled and compressed."""
+    return zlib.compress(pickle.dumps(manifest), 1)
 
 
 def _for_shard(manifest: Manifest) -> Manifest:

@@ -14,11 +14,11 @@ against 0.9 cold, since page faults get no read-ahead.
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -44,6 +44,22 @@ Tensors = Mapping[TensorBox, torch.Tensor]
 Headers = dict[Path, tuple[dict[str, Any], int, int]]
 HEAD_BYTES = 2**16  # bytes of the first request to an object: the header of 400 chunks
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
+
+
+class Source(Protocol):
+    """A shard file, wherever it is."""
+
+    max_bytes: int  # most bytes per read
+
+    @property
+    def size(self) -> int | None:
+        """Bytes; None for what is no regular file."""
+
+    def read_into(self, into: memoryview, offset: int) -> int:
+        """Read at an offset; the number of bytes, which is 0 at the end of the file."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 class _LocalSource:
@@ -94,7 +110,7 @@ class RemoteSource:
         """Nothing is open."""
 
 
-def _open_source(path: Path) -> "_LocalSource | RemoteSource":
+def _open_source(path: Path) -> Source:
     """The file at `path`; if it is only in object storage, the object that its folder records."""
     try:
         return _LocalSource(path)
@@ -120,11 +136,11 @@ class ShardFile:
     """
 
     def __init__(
-        self, path: Path, source: RemoteSource | None = None, *, headers: Headers | None = None
+        self, path: Path, source: Source | None = None, *, headers: Headers | None = None
     ) -> None:
         self.path = path
         try:
-            self._source = source or _open_source(path)
+            self._source: Source = source or _open_source(path)
         except OSError as error:
             why = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise self._damaged(f"{path} cannot be opened", why) from None
@@ -225,6 +241,7 @@ def read_chunks(
     *,
     targets: Tensors,
     headers: Headers | None = None,
+    open_source: Callable[[Path], Source | None] = lambda path: None,
 ) -> None:
     """Read chunks and copy their parts into the target tensors, in place.
 
@@ -233,6 +250,7 @@ def read_chunks(
         targets: box -> tensor of the box's shape, on any device; elements are cast to its float
             dtype.
         headers: as of `ShardFile`.
+        open_source: the source of a file that is not in the folder; None: it is.
 
     Raises:
         CheckpointError: a chunk is damaged; the targets are then partly filled and must not be
@@ -240,7 +258,8 @@ def read_chunks(
     """
     with file_threads(sum(map(len, reads.values()))) as start:
         for file, chunks in reads.items():
-            with ShardFile(folder / file, headers=headers) as shard:
+            source = open_source(folder / file)
+            with ShardFile(folder / file, source, headers=headers) as shard:
                 # Located before the first read, measured 10 % faster: each read empties the
                 # processor's caches.
                 located = [(shard.offset(read.chunk, read.dtype), read) for read in chunks]

@@ -29,6 +29,14 @@ class CheckpointConfig:
     async_save: bool = option(False)
     """write checkpoints in the background, from a copy in host memory"""
 
+    memory_checkpoint_interval: int = option(0, check=at_least(0))
+    """steps between checkpoints in the memory of the hosts, with a copy on a partner's host, from
+    which a restart goes on; 0: none
+    """
+
+    memory_checkpoint_dir: str = option("/dev/shm", is_path=True)
+    """memory file system of a host for memory_checkpoint_interval"""
+
     save_optim: bool = option(True)
     """write optimizer state into checkpoints; off: a run goes on from one with --no-load-optim only
     """

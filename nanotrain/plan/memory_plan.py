@@ -76,6 +76,7 @@ class MemoryPlan:
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
     runtime: int  # on a GPU its context and NCCL
+    host: int = 0  # memory of the host for memory checkpoints; on a CPU, `working` has it too
     in_flight: int = 0  # forwards whose activations are kept at that peak
     recompute: str = ""  # what is recomputed, as the user sets it; empty for nothing
     unplanned: str = ""  # large memory that the plan leaves out
@@ -126,7 +127,14 @@ class MemoryPlan:
         lines.append(f"{total} of {describe_bytes(available)}" if available else total)
         if self.unplanned:
             lines.append(f"  without {self.unplanned}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.host_lines()])
+
+    def host_lines(self) -> list[str]:
+        """The memory of the host for memory checkpoints; empty without them."""
+        if not self.host:
+            return []
+        size = describe_bytes(self.host)
+        return [f"  {'host memory':<14}{size:>12}  at most, per rank, for memory checkpoints"]
 
 
 def plan_memory(
@@ -160,6 +168,9 @@ def plan_memory(
     if device == "cpu" and config.checkpoint.async_save:
         # the largest copy of an asynchronous save: main params and optimizer state, in host memory
         working += resident.params + resident.optimizer
+    host = memory_checkpoint_bytes(config, world_size, resident.params + resident.optimizer)
+    if device == "cpu":
+        working += host
     communication = resident.grad_buckets + resident.units + _returned_by_graphs(plan, device)
     if pp_size > 1:
         hidden_states = kept.sizes.outside * kept.sizes.itemsize
@@ -179,10 +190,28 @@ def plan_memory(
         working=working,
         communication=communication,
         runtime=runtime,
+        host=host,
         in_flight=peak.in_flight,
         recompute=_describe_recompute(config),
         unplanned="the records of --profile" if config.train.profile else "",
     )
+
+
+def memory_checkpoint_bytes(config: Config, world_size: int, state: int) -> int:
+    """Bytes in the memory of the host of a rank for memory checkpoints, at most.
+
+    The copy from which a save is written, and two checkpoints: the last one and the one that is
+    being written, each with the shard of a rank of another host.
+
+    Args:
+        config: configuration of the run.
+        world_size: ranks of the run; one rank has no partner.
+        state: bytes that the rank saves.
+    """
+    if not config.checkpoint.memory_checkpoint_interval:
+        return 0
+    num_copies = 2 if world_size > 1 else 1
+    return state + 2 * num_copies * state
 
 
 def _fp8_weight_bytes(plan: Plan) -> int:

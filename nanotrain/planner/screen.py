@@ -130,7 +130,7 @@ def _memory_lines(prediction: Prediction) -> list[str]:
     rest = f"{headroom} are left" if prediction.headroom >= 0 else f"{headroom} too much"
     lines = [f"memory      {used}; {rest}"]
     lines += [f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()]
-    return lines
+    return lines + memory.host_lines()
 
 
 def _time_lines(prediction: Prediction) -> list[str]:

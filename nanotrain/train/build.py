@@ -87,7 +87,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     model = _build_model(plan, inputs, context=context)
     parts = build_parts(model)
     checkpointer = _build_checkpointer(config, inputs.folder, context=context)
-    state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
+    reader = inputs.memory.reader(checkpointer) if inputs.memory else checkpointer
+    state = _load_start(model, parts, inputs=inputs, checkpointer=reader)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     batches = _open_batches(model, state=state, origin=inputs.data_origin)
     train_samples = plan.samples_of(config.train.train_iters, batch_size=state.curve_batch_size)

@@ -279,6 +279,7 @@ class _Loop:
             train.eval_interval,
             train.report_interval,
             self.run.config.checkpoint.save_interval,
+            self.run.config.checkpoint.memory_checkpoint_interval,
         )
         is_due = any(interval and step % interval == 0 for interval in intervals)
         return is_due or step == train.train_iters

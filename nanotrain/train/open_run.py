@@ -46,6 +46,7 @@ from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.goodput import GoodputHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
+from nanotrain.train.hooks.memory_checkpoint import MemoryCheckpointHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
@@ -53,6 +54,7 @@ from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resume.changed_lr import log_changed_lr
+from nanotrain.train.resume.from_memory import open_memory_checkpoints
 from nanotrain.train.run import Run, RunInputs, TrainState
 from nanotrain.train.same_start import require_same_start
 from nanotrain.train.trackers.table import enabled_trackers
@@ -77,6 +79,7 @@ def open_run(
     inputs = require_same_start(plan, inputs, context=context)
     coords = f" ({context.coords_text})" if context.coords_text else ""
     with (
+        open_memory_checkpoints(plan, inputs, context=context) as inputs,
         watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
         explaining_memory_errors(f"rank {context.rank}{coords}"),
         memory_snapshot(config.train, context),
@@ -178,6 +181,8 @@ def _hooks_after_steps(config: Config) -> list[Hook]:
         hooks.append(AverageSavesHook(config.checkpoint.average_saves))
     if config.checkpoint.save:
         hooks.append(CheckpointHook())
+    if config.checkpoint.memory_checkpoint_interval:
+        hooks.append(MemoryCheckpointHook())
     if train.profile:
         hooks.append(ProfileHook())
     return hooks

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.run_memory import RunMemory
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import DatasetSplits
@@ -149,6 +150,8 @@ class RunInputs:
     # False: another rank looks for it, and `require_same_start` sets it
     reads_checkpoint: bool = True
     tasks: tuple[Task, ...] = ()  # scored at every validation
+    # folders in the memory of the hosts; None: nothing is saved there
+    memory: RunMemory | None = None
     # where changed data begins; None: at sample 0
     data_origin: DataOrigin | None = None
     # settings of the command line that the order of the samples follows from

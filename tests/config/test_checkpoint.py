@@ -31,6 +31,8 @@ def test_a_run_saves_keeps_three_and_resumes_by_itself() -> None:
         ("--keep-last 0", "keep_last", 0),
         ("--save-retain-interval 1", "save_retain_interval", 1),
         ("--async-save", "async_save", True),
+        ("--memory-checkpoint-interval 5", "memory_checkpoint_interval", 5),
+        ("--memory-checkpoint-interval 5 --memory-checkpoint-dir m", "memory_checkpoint_dir", "m"),
         ("--no-save-optim", "save_optim", False),
         ("--no-auto-resume", "auto_resume", False),
     ],
@@ -40,7 +42,11 @@ def test_every_flag_sets_its_field(words: str, name: str, value: object) -> None
 
 
 @pytest.mark.parametrize(
-    "words", ["--save-interval -1", "--keep-last -1", "--save-retain-interval 0"]
+    "words",
+    [
+        *("--save-interval -1", "--keep-last -1", "--save-retain-interval 0"),
+        "--memory-checkpoint-interval -1",
+    ],
 )
 def test_a_number_below_its_bound_is_refused(words: str) -> None:
     with pytest.raises(ConfigError, match="it must be at least"):

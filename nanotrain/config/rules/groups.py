@@ -73,6 +73,7 @@ MODEL: Rules = (
 RUN: Rules = (
     run.check_packing,
     run.check_auto_layout,
+    run.check_memory_checkpoints,
     run.check_warmup,
     run.check_final_decay,
     run.check_validation_data,

@@ -31,6 +31,24 @@ def check_auto_layout(c: Settings) -> Errors:
         )
 
 
+def check_memory_checkpoints(c: Settings) -> Errors:
+    """A run that starts from memory has one set of trained parameters, and all of their state."""
+    if not c.checkpoint.memory_checkpoint_interval:
+        return
+    if has_trained_stages(c.optim):
+        yield ConfigError(
+            "memory_checkpoint_interval with stages that train other parameters",
+            why="which stage a run goes on with is found from the checkpoints of the run folder",
+            fix="leave --memory-checkpoint-interval out, or train the same in all stages",
+        )
+    if not c.checkpoint.save_optim:
+        yield ConfigError(
+            "memory_checkpoint_interval without save_optim",
+            why="a restart needs the state of the optimizer",
+            fix="leave --memory-checkpoint-interval or --no-save-optim out",
+        )
+
+
 def check_warmup(c: Settings) -> Errors:
     """The warmup leaves a part of the schedule."""
     optim = c.optim

@@ -208,8 +208,15 @@ def unused_saving(c: Settings) -> UnusedFields:
             "async_save",
             "exit_on_save_failure",
             "save_fallback_dir",
+            "memory_checkpoint_interval",
             by="save",
             why="nothing is saved",
+        )
+    if c.checkpoint.memory_checkpoint_interval == 0:
+        yield unused(
+            "memory_checkpoint_dir",
+            by="memory_checkpoint_interval",
+            why="memory_checkpoint_interval 0 saves nothing in memory",
         )
     if c.train.eval_interval == 0:
         yield unused(

@@ -6,6 +6,7 @@
     stragglers.py       ranks that stay slower than the others
     notify.py           messages to a webhook
     checkpoint.py       saves; `object_storage.py` uploads what they leave
+    memory_checkpoint.py    saves in the memory of the hosts; `save_content.py`: what both write
     data_order.py       the record of the data order, and changes of the blend
     faults.py           values that are not finite, replicas that differ
     timers.py, profile.py   times of phases; traces and memory snapshots
