@@ -288,5 +288,5 @@ def test_changed_data_starts_from_the_disk(dead: Dead) -> None:
 
 
 def test_without_resuming_nothing_of_the_memory_is_used_or_left(dead: Dead) -> None:
-    assert "resuming" not in dead.restart(f"{dead.how} --no-auto-resume")
+    assert "resuming from memory" not in dead.restart(f"{dead.how} --no-auto-resume")
     assert [row["step"] for row in steps_of(dead.run)] == list(range(1, 9))
