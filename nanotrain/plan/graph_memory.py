@@ -2,6 +2,7 @@
 
     plan_graphs   bytes of the graphs of a rank, and of what its stages keep besides
     slots_of      microbatches of each stage between forward and backward, at most
+    returned_by_graphs   gradients that the graph of a compiled block returns
 
 The graphs of a part keep their inputs, outputs and saved tensors between steps, and their
 temporaries in a pool of their own, beside those of operators outside of graphs.
@@ -11,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind
+from nanotrain.plan.compile import with_compile
 from nanotrain.plan.plan import Plan
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
 from nanotrain.precision.dtypes import Precision
@@ -112,3 +115,29 @@ def _returned_bytes(plan: Plan) -> int:
                 numel[param.spec.unit] += param.box.numel
     itemsize = Precision.of(plan.config.precision).params.itemsize
     return 2 * max(numel.values(), default=0) * itemsize
+
+
+def returned_by_graphs(plan: Plan, device: str) -> int:
+    """Bytes of gradients that the graph of the largest compiled block returns.
+
+    Hooks take them after the whole backward of the graph.
+    """
+    if not with_compile(plan.config, device).train.torch_compile:
+        return 0
+    options = plan.data_parallel
+    itemsize = Precision.of(plan.config.precision).params.itemsize
+    num_bytes = 0
+    for buffer in plan.trained_buffers:
+        traced = traced_units(
+            buffer.layout,
+            is_transient=options.strategy.shard_grads,
+            num_blocks=options.num_gather_blocks,
+        )
+        returned: Counter[str] = Counter()
+        for param in buffer.layout.params:
+            unit = param.spec.unit
+            is_layer = unit.startswith("layers.")
+            if is_layer and not param.spec.is_expert and unit not in traced:
+                returned[unit] += param.box.numel
+        num_bytes += max(returned.values(), default=0) * itemsize
+    return num_bytes

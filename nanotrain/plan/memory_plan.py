@@ -10,7 +10,6 @@ allocated.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,16 +24,15 @@ from nanotrain.config.schedules import num_microbatches as count_microbatches
 from nanotrain.config.schedules import with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.compile import with_compile
-from nanotrain.plan.graph_memory import plan_graphs
+from nanotrain.plan.graph_memory import plan_graphs, returned_by_graphs
+from nanotrain.plan.host_memory import describe_host_memory, memory_checkpoint_bytes
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes, held_by_routers
-from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.layer_sizes import INT64
 from nanotrain.spec.operators import POINTWISE
@@ -131,10 +129,7 @@ class MemoryPlan:
 
     def host_lines(self) -> list[str]:
         """The memory of the host for memory checkpoints; empty without them."""
-        if not self.host:
-            return []
-        size = describe_bytes(self.host)
-        return [f"  {'host memory':<14}{size:>12}  at most, per rank, for memory checkpoints"]
+        return describe_host_memory(self.host)
 
 
 def plan_memory(
@@ -171,7 +166,7 @@ def plan_memory(
     host = memory_checkpoint_bytes(config, world_size, resident.params + resident.optimizer)
     if device == "cpu":
         working += host
-    communication = resident.grad_buckets + resident.units + _returned_by_graphs(plan, device)
+    communication = resident.grad_buckets + resident.units + returned_by_graphs(plan, device)
     if pp_size > 1:
         hidden_states = kept.sizes.outside * kept.sizes.itemsize
         communication += 2 * MAX_SENDS * hidden_states * max(plan.message_widths)
@@ -195,23 +190,6 @@ def plan_memory(
         recompute=_describe_recompute(config),
         unplanned="the records of --profile" if config.train.profile else "",
     )
-
-
-def memory_checkpoint_bytes(config: Config, world_size: int, state: int) -> int:
-    """Bytes in the memory of the host of a rank for memory checkpoints, at most.
-
-    The copy from which a save is written, and two checkpoints: the last one and the one that is
-    being written, each with the shard of a rank of another host.
-
-    Args:
-        config: configuration of the run.
-        world_size: ranks of the run; one rank has no partner.
-        state: bytes that the rank saves.
-    """
-    if not config.checkpoint.memory_checkpoint_interval:
-        return 0
-    num_copies = 2 if world_size > 1 else 1
-    return state + 2 * num_copies * state
 
 
 def _fp8_weight_bytes(plan: Plan) -> int:
@@ -298,32 +276,6 @@ def _certain_share(config: Config, device: str) -> float:
         return 0.0
     is_compiled = with_compile(config, device).train.torch_compile
     return CERTAIN_SHARE_COMPILED if is_compiled else CERTAIN_SHARE
-
-
-def _returned_by_graphs(plan: Plan, device: str) -> int:
-    """Bytes of gradients that the graph of the largest compiled block returns.
-
-    Hooks take them after the whole backward of the graph.
-    """
-    if not with_compile(plan.config, device).train.torch_compile:
-        return 0
-    options = plan.data_parallel
-    itemsize = Precision.of(plan.config.precision).params.itemsize
-    num_bytes = 0
-    for buffer in plan.trained_buffers:
-        traced = traced_units(
-            buffer.layout,
-            is_transient=options.strategy.shard_grads,
-            num_blocks=options.num_gather_blocks,
-        )
-        returned: Counter[str] = Counter()
-        for param in buffer.layout.params:
-            unit = param.spec.unit
-            is_layer = unit.startswith("layers.")
-            if is_layer and not param.spec.is_expert and unit not in traced:
-                returned[unit] += param.box.numel
-        num_bytes += max(returned.values(), default=0) * itemsize
-    return num_bytes
 
 
 class Peak(NamedTuple):
