@@ -5,7 +5,6 @@ import pytest
 from nanotrain.plan.memory_plan import plan_memory
 from tests.plan.test_memory_plan import config_of
 
-
 MODEL = "--mock-data --vocab-size 256 --num-layers 2 --hidden-size 64 --num-attention-heads 4"
 
 
