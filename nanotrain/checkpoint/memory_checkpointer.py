@@ -215,8 +215,8 @@ class MemoryCheckpointer(Checkpointer):
         shard = from_json(text, is_shard=True)
         for name, size in shard.files.items():
             file = f"{save.temporary.name}/{name}"
-            source = PeerSource(self._memory.peers[rank], file, size)
-            _copy_file(save.temporary / name, source, shard)
+            source = PeerSource(self._memory.peers[rank], file, size=size)
+            _copy_file(save.temporary / name, source, shard=shard)
 
     def _commit_first(self, save: StartedSave, messages: Messages) -> Path:
         """Merge the reports of all ranks, commit on this host, send the manifest to the others."""
@@ -248,7 +248,7 @@ class MemoryCheckpointer(Checkpointer):
             replace(messages, prefix=f"memory-{self._num_saves - 1}/").forget("done")
 
 
-def _copy_file(path: Path, source: PeerSource, shard: Manifest) -> None:
+def _copy_file(path: Path, source: PeerSource, *, shard: Manifest) -> None:
     """Copy a shard file, and compare every chunk of the copy with its checksum."""
     with path.open("xb") as file:
         piece = memoryview(bytearray(min(source.size, 16 * PIECE_BYTES)))

@@ -98,7 +98,7 @@ class MemoryReader(Checkpointer):
         start: the checkpoint in them.
     """
 
-    def __init__(self, stored: Checkpointer, memory: HostMemory, start: MemoryStart) -> None:
+    def __init__(self, stored: Checkpointer, memory: HostMemory, *, start: MemoryStart) -> None:
         super().__init__(**stored.settings)
         self._memory = memory
         self._start = start
@@ -122,7 +122,8 @@ class MemoryReader(Checkpointer):
         name = memory.hosts[holders[index % len(holders)]].name
         ranks = [rank for rank, host in enumerate(memory.hosts) if host.name == name]
         peer = memory.peers[ranks[index % len(ranks)]]
-        return PeerSource(peer, f"{path.parent.name}/{path.name}", self._sizes[path.name])
+        file = f"{path.parent.name}/{path.name}"
+        return PeerSource(peer, file, size=self._sizes[path.name])
 
 
 def _held_steps(memory: HostMemory, *, at_least: int) -> dict[int, _HeldStep]:
@@ -158,9 +159,9 @@ def _held_steps(memory: HostMemory, *, at_least: int) -> dict[int, _HeldStep]:
 
 def _choose(held: Sequence[Mapping[int, _HeldStep]], memory: HostMemory) -> MemoryStart | None:
     """The newest step with all shards, from what every rank has found; runs on the first rank."""
-    steps = sorted({step for of_rank in held for step in of_rank}, reverse=True)
+    steps = sorted({step for steps_held in held for step in steps_held}, reverse=True)
     for step in steps:
-        chosen = _start_of(step, held, memory)
+        chosen = _start_of(step, held, memory=memory)
         if isinstance(chosen, MemoryStart):
             return chosen
         log.warning("%s in memory is not used: %s", step_name(step), chosen)
@@ -168,10 +169,10 @@ def _choose(held: Sequence[Mapping[int, _HeldStep]], memory: HostMemory) -> Memo
 
 
 def _start_of(
-    step: int, held: Sequence[Mapping[int, _HeldStep]], memory: HostMemory
+    step: int, held: Sequence[Mapping[int, _HeldStep]], *, memory: HostMemory
 ) -> MemoryStart | str:
     """The start from a step, or why it cannot be used."""
-    ranks = [rank for rank, of_rank in enumerate(held) if step in of_rank]
+    ranks = [rank for rank, steps_held in enumerate(held) if step in steps_held]
     first = held[ranks[0]][step]
     if any(held[rank][step].digest != first.digest for rank in ranks):
         return "its manifests differ from host to host"

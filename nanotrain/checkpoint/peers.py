@@ -104,8 +104,10 @@ class PeerSource:
 
     max_bytes = 2**31
 
-    def __init__(self, peer: Peer, file: str, size: int) -> None:
-        self._peer, self._file, self.size = peer, file, size
+    def __init__(self, peer: Peer, file: str, *, size: int) -> None:
+        self._peer = peer
+        self._file = file
+        self.size = size
 
     def read_into(self, into: memoryview, offset: int) -> int:
         """Read at an offset; the number of bytes, which is 0 at the end of the file.
@@ -119,7 +121,7 @@ class PeerSource:
             return 0
         done = 0
         headers = {"Range": f"bytes={offset}-{stop - 1}"}
-        with _request(self._peer, self._file, headers) as response:
+        with _request(self._peer, self._file, headers=headers) as response:
             while done < len(data):
                 count = response.readinto(data[done:])
                 if not count:
@@ -137,12 +139,12 @@ def fetch_text(peer: Peer, file: str) -> str:
     Raises:
         OSError: the host does not answer, or has no such file.
     """
-    with _request(peer, file, {}) as response:
+    with _request(peer, file, headers={}) as response:
         return response.read().decode(errors="replace")
 
 
 @contextmanager
-def _request(peer: Peer, file: str, headers: dict[str, str]) -> Iterator[HTTPResponse]:
+def _request(peer: Peer, file: str, *, headers: dict[str, str]) -> Iterator[HTTPResponse]:
     """The response to a request for a file; its connection is closed after the block."""
     connection = HTTPConnection(peer.address, peer.port, timeout=TIMEOUT_S)
     try:

@@ -51,7 +51,7 @@ class RunMemory:
         """The checkpointer that reads the start of the run."""
         if self._memory is None or self.start is None:
             return stored
-        return MemoryReader(stored, self._memory, self.start)
+        return MemoryReader(stored, self._memory, start=self.start)
 
     def start_steps(self) -> list[int]:
         """The steps from which the starts of the run went on, on the first rank."""

@@ -4,7 +4,7 @@ from nanotrain.config.config import Config
 from nanotrain.quantities import describe_bytes
 
 
-def memory_checkpoint_bytes(config: Config, world_size: int, state: int) -> int:
+def memory_checkpoint_bytes(config: Config, world_size: int, *, state: int) -> int:
     """Bytes in the memory of the host of a rank for memory checkpoints, at most.
 
     The copy from which a save is written, and two checkpoints: the last one and the one that is

@@ -163,7 +163,7 @@ def plan_memory(
     if device == "cpu" and config.checkpoint.async_save:
         # the largest copy of an asynchronous save: main params and optimizer state, in host memory
         working += resident.params + resident.optimizer
-    host = memory_checkpoint_bytes(config, world_size, resident.params + resident.optimizer)
+    host = memory_checkpoint_bytes(config, world_size, state=resident.params + resident.optimizer)
     if device == "cpu":
         working += host
     communication = resident.grad_buckets + resident.units + returned_by_graphs(plan, device)

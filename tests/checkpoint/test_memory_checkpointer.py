@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of hosts: kills at random instants, lack of memory, dead runs, servers.
+"""Checkpoints in the memory of hosts: kills at random instants, and a lack of memory.
 
 `tests/laws/test_memory_checkpoints.py` has whole runs.
 """
@@ -8,8 +8,6 @@ import random
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,13 @@ import torch
 
 from nanotrain.checkpoint import memory_checkpointer
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.host_folder import (
-    DEAD_S,
-    IN_USE,
-    host_root,
-    in_use,
-    remove_dead,
-    remove_folder,
-    run_key,
-)
 from nanotrain.checkpoint.memory_checkpointer import (
     MemoryCheckpointer,
     open_host_memory,
 )
 from nanotrain.checkpoint.memory_start import MemoryReader, find_memory_start
-from nanotrain.checkpoint.peers import PeerServer, PeerSource, fetch_text
-from nanotrain.comm.hosts import own_address
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.errors import EnvironmentFault, StorageFault
+from nanotrain.errors import StorageFault
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.topology.partners import Host
 from tests.harness import run_ranks
@@ -78,7 +65,7 @@ def read_newest(ctx: ParallelContext, folder: Path) -> tuple[int, bool]:
         expected = shard_of((ctx.rank + 1) % len(HOSTS), start.step)
         targets = {box: torch.zeros_like(tensor) for box, tensor in expected.items()}
         stored = Checkpointer(folder / "disk", group=ctx.control)
-        MemoryReader(stored, memory, start).restore(start.path(memory), targets)
+        MemoryReader(stored, memory, start=start).restore(start.path(memory), targets)
         is_equal = all(torch.equal(targets[box], tensor) for box, tensor in expected.items())
         return start.step, is_equal
 
@@ -131,93 +118,3 @@ def test_a_save_that_does_not_fit_leaves_the_memory_to_others(tmp_path: Path) ->
     for text in run_ranks(len(HOSTS), save_with_little_memory, tmp_path):
         assert "a host lacks 8.2 kB: a checkpoint takes 10.2 kB" in text
         assert "--memory-checkpoint-dir" in text
-
-
-def test_folders_of_dead_runs_are_removed_and_of_running_ones_are_not(tmp_path: Path) -> None:
-    root = host_root(tmp_path, "a")
-    mine = run_key("/runs/mine", "second start")
-    ages = {
-        mine: 0,
-        run_key("/runs/mine", "first start"): 0,
-        run_key("/runs/dead", "x"): DEAD_S + 60,
-        run_key("/runs/restarting", "x"): DEAD_S - 60,
-        run_key("/runs/running", "x"): DEAD_S + 60,
-    }
-    for name, age_s in ages.items():
-        (root / name).mkdir()
-        (root / name / IN_USE).touch()
-        then = time.time() - age_s
-        for path in (root / name / IN_USE, root / name):
-            os.utime(path, (then, then))
-    with in_use(root / run_key("/runs/running", "x")):
-        removed = remove_dead(root, address="/runs/mine", key=mine)
-
-    assert {path.name for path in removed} == {
-        run_key("/runs/mine", "first start"),
-        run_key("/runs/dead", "x"),
-    }
-    for path in root.iterdir():
-        remove_folder(path)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    """Others may write to a memory file system: a link of theirs would be followed."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"nanotrain-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-
-    with pytest.raises(EnvironmentFault, match="it is no folder of user"):
-        host_root(tmp_path, "a")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Any:
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
-    (tmp_path / "secret").write_text("secret")
-    server = PeerServer(tmp_path, "127.0.0.1")
-    yield server
-    server.close()
-
-
-def test_a_server_sends_ranges_of_its_shards(server: PeerServer, tmp_path: Path) -> None:
-    name = "step-00000001/shard-00000-of-00001.safetensors"
-    (tmp_path / name).write_bytes(bytes(range(100)))
-    source = PeerSource(server.peer, name, 100)
-    into = memoryview(bytearray(20))
-
-    assert source.read_into(into, 90) == 10 and bytes(into[:10]) == bytes(range(90, 100))
-    assert source.read_into(into, 100) == 0
-    assert fetch_text(server.peer, "step-00000001/manifest.json") == "{}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "file"),
-    [
-        ({"token": 32 * "0"}, "step-00000001/manifest.json"),
-        ({}, "step-00000001/../secret"),
-        ({}, "secret"),
-        ({}, "step-00000002/manifest.json"),
-    ],
-    ids=["another token", "a path out of the folder", "another file", "no such file"],
-)
-def test_a_server_sends_nothing_else(
-    server: PeerServer, changes: Mapping[str, Any], file: str
-) -> None:
-    with pytest.raises(OSError, match="does not have"):
-        fetch_text(server.peer._replace(**changes), file)
-
-
-def test_a_host_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
-    server = PeerServer(tmp_path, "127.0.0.1")
-    server.close()
-
-    with pytest.raises(OSError):
-        fetch_text(server.peer, "step-00000001/manifest.json")
-
-
-def test_the_address_of_a_single_machine_is_that_of_the_meeting_point(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert own_address() == "localhost"

@@ -130,10 +130,10 @@ class Dead:
     def restart(self, how: str | None = None, *, num_ranks: int | None = None) -> str:
         """Start again and train to the end; what the first rank logs."""
         num_ranks = num_ranks or self.num_ranks
-        said = run_ranks(num_ranks, train, self.line(how), None)[0]
+        logged = run_ranks(num_ranks, train, self.line(how), None)[0]
         left = set() if num_ranks > 1 else {"host-1"}  # without ranks
         assert self.host_folders.keys() <= left, "the folders are removed at the end of a run"
-        return "\n".join(said)
+        return "\n".join(logged)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +150,9 @@ def dead(dead_run: Dead, tmp_path: Path) -> Dead:
 def test_a_start_from_memory_was_never_stopped(tmp_path: Path, layout: str) -> None:
     dead = Dead(tmp_path, *LAYOUTS[layout])
 
-    said = dead.restart()
+    logged = dead.restart()
 
-    assert "resuming from memory: step-00000006, " in said
+    assert "resuming from memory: step-00000006, " in logged
     assert_same_to_the_bit(dead.run, dead.full)
 
 
@@ -169,9 +169,9 @@ def test_each_shard_is_on_its_host_and_on_that_of_its_partner(dead: Dead) -> Non
 def test_a_lost_host_is_restored_from_the_partners(dead: Dead) -> None:
     shutil.rmtree(dead.host_folders["host-1"].parent)
 
-    said = dead.restart()
+    logged = dead.restart()
 
-    assert "1 of 2 shards from the hosts that wrote them, 1 from partners of host-1" in said
+    assert "1 of 2 shards from the hosts that wrote them, 1 from partners of host-1" in logged
     assert_same_to_the_bit(dead.run, dead.full)
 
 
@@ -213,10 +213,10 @@ def damage_one_copy(dead: Dead) -> None:
 def test_a_damaged_shard_comes_from_the_partner(dead: Dead) -> None:
     damage_one_copy(dead)
 
-    said = dead.restart()
+    logged = dead.restart()
 
-    assert "is not used: its bytes in" in said or "1 from partners of host-0" in said
-    assert "resuming from memory: step-00000006" in said
+    assert "is not used: its bytes in" in logged or "1 from partners of host-0" in logged
+    assert "resuming from memory: step-00000006" in logged
     assert_same_to_the_bit(dead.run, dead.full)
 
 
@@ -257,10 +257,10 @@ def test_what_cannot_be_trusted_is_refused_and_the_disk_is_used(
 ) -> None:
     harm(dead)
 
-    said = dead.restart()
+    logged = dead.restart()
 
-    assert "resuming from memory" not in said
-    assert "step-00000005: step 5" in said  # loaded from the run folder
+    assert "resuming from memory" not in logged
+    assert "step-00000005: step 5" in logged  # loaded from the run folder
     assert_same_to_the_bit(dead.run, dead.full)
 
 
@@ -282,9 +282,9 @@ def test_a_step_that_a_later_start_repeated_is_not_used(dead: Dead) -> None:
 
 
 def test_changed_data_starts_from_the_disk(dead: Dead) -> None:
-    said = dead.restart(f"{dead.how} --seed 7 --allow-data-changes")
+    logged = dead.restart(f"{dead.how} --seed 7 --allow-data-changes")
 
-    assert "step-00000006 in memory is not used: settings of the data changed since" in said
+    assert "step-00000006 in memory is not used: settings of the data changed since" in logged
 
 
 def test_without_resuming_nothing_of_the_memory_is_used_or_left(dead: Dead) -> None:

@@ -50,7 +50,7 @@ def open_memory_checkpoints(
     try:
         found = None
         if options.auto_resume and options.load is None:
-            found = _find(plan, inputs, memory)
+            found = _find(plan, inputs, memory=memory)
         if found is None:
             yield replace(inputs, memory=memory)
         else:
@@ -59,27 +59,27 @@ def open_memory_checkpoints(
         memory.close()
 
 
-def _find(plan: Plan, inputs: RunInputs, memory: RunMemory) -> Path | None:
+def _find(plan: Plan, inputs: RunInputs, *, memory: RunMemory) -> Path | None:
     """The step folder on this host to start from; None for the start without memory."""
     hosts = memory.open()
     if hosts is None:
         return None
     stored = inputs.checkpoint
-    accepts = partial(_refusal, plan, stored, memory)
+    accepts = partial(_refusal, plan=plan, stored=stored, memory=memory)
     at_least = 0 if stored is None else step_of(stored)
     memory.start = find_memory_start(hosts, at_least=at_least, accepts=accepts)
     return None if memory.start is None else memory.start.path(hosts)
 
 
-def _refusal(plan: Plan, stored: Path | None, memory: RunMemory, manifest: Manifest) -> str:
+def _refusal(manifest: Manifest, *, plan: Plan, stored: Path | None, memory: RunMemory) -> str:
     """Why a run does not go on from a checkpoint in memory; empty if it does.
 
     Where the data changed, the position in it was found from the checkpoint in the run folder.
     """
     changed = changed_settings(manifest.config, to_dict(plan.config))
-    of_data = [text for text in changed if text.startswith(("data.", "train."))]
-    if of_data:
-        return f"settings of the data changed since: {'; '.join(of_data)}"
+    data_changes = [text for text in changed if text.startswith(("data.", "train."))]
+    if data_changes:
+        return f"settings of the data changed since: {'; '.join(data_changes)}"
     num_starts = manifest.topology.get("num_starts", 0)
     for step in memory.start_steps()[num_starts:]:
         if step < manifest.step:
@@ -93,10 +93,10 @@ def _refusal(plan: Plan, stored: Path | None, memory: RunMemory, manifest: Manif
 def _log_partners(memory: RunMemory) -> None:
     """Log over how many hosts the copies lie."""
     names = {host.name for host in memory.hosts}
-    alone = plan_partners(memory.hosts).count(None)
+    num_without = plan_partners(memory.hosts).count(None)
     text = f"{count_of(len(names), 'host')}, each shard with a copy on another one"
     if len(names) == 1:
         text = "one host, without copies on another one: they survive processes, not the host"
-    elif alone:
-        text = f"{count_of(len(names), 'host')}; {count_of(alone, 'rank', verb='has')} no partner"
+    elif num_without:
+        text = f"{count_of(len(names), 'host')}; {count_of(num_without, 'rank', verb='has')} no partner"
     log.info("memory checkpoints: %s", text)
