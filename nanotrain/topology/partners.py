@@ -19,8 +19,7 @@ class Host:
 def plan_partners(hosts: Sequence[Host]) -> tuple[int | None, ...]:
     """The partner of every rank, which keeps a copy of its state.
 
-    As many partners are in other racks as an order by racks permits. A rank has none where all
-    ranks are on its host, or where its host has more ranks than all others together.
+    As many partners are in other racks as an order by racks permits. There are none on one host.
 
     Args:
         hosts: the host of each rank.
@@ -36,11 +35,8 @@ def plan_partners(hosts: Sequence[Host]) -> tuple[int | None, ...]:
     half = len(order) // 2
     partners: list[int | None] = [None] * len(hosts)
     for index, rank in enumerate(order):
-        if index < half:
-            candidates = (order[index + half], order[-1])
-        else:
-            candidates = (order[index - half], order[0])
-        for candidate in candidates:
+        opposite = index + half if index < half else index - half
+        for candidate in (order[opposite], order[-1], order[0]):
             if hosts[candidate].name != hosts[rank].name:
                 partners[rank] = candidate
                 break

@@ -18,7 +18,6 @@ from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.plan.plan import Plan
 from nanotrain.quantities import count_of
-from nanotrain.topology.partners import plan_partners
 from nanotrain.train.resume.restore import changed_settings
 from nanotrain.train.run import RunInputs
 
@@ -93,10 +92,7 @@ def _refusal(manifest: Manifest, *, plan: Plan, stored: Path | None, memory: Run
 def _log_partners(memory: RunMemory) -> None:
     """Log over how many hosts the copies lie."""
     names = {host.name for host in memory.hosts}
-    num_without = plan_partners(memory.hosts).count(None)
     text = f"{count_of(len(names), 'host')}, each shard with a copy on another one"
     if len(names) == 1:
         text = "one host, without copies on another one: they survive processes, not the host"
-    elif num_without:
-        text = f"{count_of(len(names), 'host')}; {count_of(num_without, 'rank', verb='has')} no partner"
     log.info("memory checkpoints: %s", text)

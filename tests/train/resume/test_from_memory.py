@@ -20,7 +20,7 @@ PLAN = plan_run(CONFIG, 1, rank=0)
 
 
 def refusal(*, starts: list[int], objects: dict[str, Any] | None = None, seed: int = 1234) -> str:
-    config = to_dict(CONFIG)
+    config = to_dict(PLAN.config)
     config["train"] = {**config["train"], "seed": seed}
     manifest = Manifest(6, {}, {}, objects or {}, config, {"num_starts": 1})
     memory: Any = SimpleNamespace(start_steps=lambda: starts)
@@ -45,7 +45,7 @@ def test_other_checkpoints_are_not() -> None:
     [
         ("ab", "2 hosts, each shard with a copy on another one"),
         ("aa", "one host, without copies on another one"),
-        ("aaab", "2 hosts; 2 ranks have no partner"),
+        ("aaab", "2 hosts, each shard with a copy on another one"),
     ],
 )
 def test_the_log_says_over_how_many_hosts_the_copies_lie(
