@@ -27,7 +27,7 @@ def plan_partners(hosts: Sequence[Host]) -> tuple[int | None, ...]:
     >>> plan_partners([Host("a"), Host("a"), Host("b"), Host("b")])
     (2, 3, 0, 1)
     >>> plan_partners([Host("a"), Host("b"), Host("c")])
-    (1, 0, 0)
+    (1, 0, 1)
     >>> plan_partners([Host("a"), Host("a")])
     (None, None)
     """
