@@ -87,6 +87,11 @@ class PrecisionConfig:
     exp_avg_sq_dtype: DType = option("fp32")
     """precision-aware optimizer: data type of second moments"""
 
+    invariant: bool = option(False)
+    """losses, gradient norms, weights and optimizer state that equal those of one rank in every
+    bit, in every layout: sums in a fixed order, or exact (docs/parity.md)
+    """
+
     loss_scale: float = option(0.0, check=at_least(0))
     """fp16: constant loss scale; 0: it adapts, from initial_loss_scale"""
 

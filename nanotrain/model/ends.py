@@ -109,7 +109,7 @@ class Head(nn.Module):
         Its gradient is `grad_scale` where that is known.
         """
         targets = Targets(
-            batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch), grad_scale
+            batch.labels.flatten(), batch.loss_mask.flatten(), self.token_groups(batch), grad_scale
         )
         hidden = self.tensor_parallel.enter(hidden)
         return vocab_parallel_cross_entropy(
@@ -131,7 +131,7 @@ class Head(nn.Module):
         gathered = concat_along(capped, self.tensor_parallel.group, dim=local.ndim - 1)
         return gathered[..., :size]
 
-    def _groups(self, batch: Batch) -> TokenGroups | None:
+    def token_groups(self, batch: Batch) -> TokenGroups | None:
         """The corpus, or the row of a task, to which every token belongs."""
         sums = self.source_sums if torch.is_grad_enabled() else self.row_sums
         if sums is None or batch.source_ids is None:

@@ -51,6 +51,8 @@ def unsupported_flags(config: Config) -> list[str]:
         flags.append("--cpu-offloading")
     if config.train.debug_nan:
         flags.append("--debug-nan")
+    if config.precision.invariant:
+        flags.append("--invariant")
     if config.train.cuda_graph_impl != "none" and borrows_gradients(config.parallel):
         flags.append(f"--cuda-graph-impl {config.train.cuda_graph_impl}")
     return flags

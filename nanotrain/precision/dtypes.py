@@ -72,10 +72,13 @@ class Precision:
         """The dtypes of a `precision` config section."""
         params = TORCH_DTYPES[config.params_dtype]
         grads = torch.float32 if config.accumulates_grads_in_fp32 else params
+        main_grads = TORCH_DTYPES[config.main_grads_dtype]
+        if config.invariant:
+            grads = main_grads = torch.float64
         return cls(
             params=params,
             grads=grads,
-            main_grads=TORCH_DTYPES[config.main_grads_dtype],
+            main_grads=main_grads,
             main=TORCH_DTYPES[config.main_params_dtype],
             exp_avg=TORCH_DTYPES[config.exp_avg_dtype],
             exp_avg_sq=TORCH_DTYPES[config.exp_avg_sq_dtype],
@@ -85,6 +88,11 @@ class Precision:
     def has_separate_main_params(self) -> bool:
         """Whether main params are stored separately from model params, in another dtype."""
         return self.params != self.main
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether gradients are multiples of a grid whose sums are exact (`--invariant`)."""
+        return self.grads is torch.float64
 
     def state_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a state tensor of an update rule is stored."""

@@ -26,6 +26,7 @@ from nanotrain.comm.registered_memory import build_registered
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.symmetric_memory import has_symmetric_memory
 from nanotrain.config.config import Config
+from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.origin import DataOrigin, continued
@@ -37,18 +38,21 @@ from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import MTP_TRANSFORMS, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
+from nanotrain.model.invariant import make_invariant
 from nanotrain.model.norm_casts import cast_norms
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp import build_core_attention
+from nanotrain.parallel.cp.block_attention import BlockAttention
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
+from nanotrain.parallel.tp.invariant import UnitBlocks, invariant_functions
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.plan.buffers import BufferPlan
@@ -166,6 +170,8 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     """The module of a pipeline stage and the data-parallel wrapper of each buffer."""
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
+    if plan.config.precision.invariant:
+        parallel = _invariant_parallel(parallel, plan.config)
     module = Stage(plan.config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = []
     for buffer in stage.buffers:
@@ -176,6 +182,8 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         data_parallel.append(
             _build_data_parallel(module, buffer, options=options, plan=plan, context=context)
         )
+    if parallel.tp.functions is not None:
+        make_invariant(module, parallel.tp.functions.options)
     # moves registered buffers such as router biases; parameters are on the device already
     module.to(context.device)
     return BuiltStage(module, tuple(data_parallel), wgrad_queue, module.messages.widths)
@@ -267,6 +275,17 @@ def _model_parallel(
         dp=context.group("dp"),
         cp=context.group("cp"),
         cp_comm_type=parallel.cp_comm_type,
+    )
+
+
+def _invariant_parallel(parallel: ModelParallel, config: Config) -> ModelParallel:
+    """The implementations of `--invariant`, in blocks that follow from the model."""
+    block_length = config.data.seq_length // num_position_blocks(config)
+    blocks = UnitBlocks(num_weight_blocks(config), block_length)
+    return replace(
+        parallel,
+        tp=replace(parallel.tp, functions=invariant_functions(blocks)),
+        core_attention=BlockAttention(parallel.cp, block_length),
     )
 
 

@@ -7,6 +7,7 @@ from nanotrain.config.rules import (
     experts,
     graphs,
     heads,
+    invariant,
     layout,
     memory,
     model,
@@ -145,6 +146,8 @@ LAYOUT: Rules = (
     graphs.check_graph_layout,
     graphs.check_graph_programs,
     graphs.check_graph_attention,
+    invariant.check_invariant_settings,
+    invariant.check_invariant_blocks,
 )
 # start, cpu and cuda: before a run (train/checks.py), on every device, on a CPU, on a GPU
 GROUPS: dict[str, Rules] = {

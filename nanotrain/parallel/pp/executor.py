@@ -260,7 +260,7 @@ class _Step:
             in_flight = InFlight(hidden if needs_grad else None, get_gradient_edge(output))
             self.in_flight[action.stage, action.microbatch] = in_flight
         if action.stage == self.plan.num_stages - 1:
-            self.total += output.detach()
+            self.total = self.total + output.detach()  # fp64 where losses are
         self.pass_on(action, output.detach())
 
     def full_backward(self, action: Action) -> None:

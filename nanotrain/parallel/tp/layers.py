@@ -118,9 +118,8 @@ class RowParallelLinear(Linear):
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel
     ) -> None:
-        super().__init__(
-            weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=tensor_parallel.is_plain
-        )
+        adds_bias = tensor_parallel.is_plain or tensor_parallel.functions is not None
+        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=adds_bias)
         self.compute = _choose_implementation(replace(tensor_parallel, is_row=True))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,9 +136,12 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight
         self.tensor_parallel = tensor_parallel
         group = tensor_parallel.group
+        first = group.index * weight.shape[0]
         self._embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
-        if group.size > 1:
-            self._embed = partial(_embed_shard, first=group.index * weight.shape[0])
+        if tensor_parallel.functions is not None:
+            self._embed = partial(tensor_parallel.functions.look_up, first=first)
+        elif group.size > 1:
+            self._embed = partial(_embed_shard, first=first)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]."""
@@ -161,6 +163,8 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
 
 def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
+    if tensor_parallel.functions is not None:
+        return tensor_parallel.functions.choose_products(tensor_parallel)
     if tensor_parallel.fp8 is not None:  # operands are cast before they are multiplied
         overlap = ""
         if can_overlap(tensor_parallel.fp8.recipe):

@@ -3,8 +3,10 @@
 B batch   S sequence   H hidden
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +26,17 @@ SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 
 
 @dataclass(frozen=True)
+class LayerFunctions:
+    """Other implementations of the layers of layers.py, chosen when layers are built."""
+
+    # the `compute` of column- or row-parallel layers, biases included
+    choose_products: Callable[["TensorParallel"], Callable[..., tuple[Tensor, ...]]]
+    # (tokens, weight, first): rows of a shard of the vocabulary that begins at token `first`
+    look_up: Callable[..., Tensor]
+    options: Any = None  # what other modules read that are replaced with them
+
+
+@dataclass(frozen=True)
 class TensorParallel:
     """The group that shards the weights of a layer."""
 
@@ -40,6 +53,7 @@ class TensorParallel:
     overlap: str = ""
     # the same of products in fp8, whose forward alone overlaps
     fp8_overlap: str = ""
+    functions: LayerFunctions | None = None  # None: those of layers.py
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":

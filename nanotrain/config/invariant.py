@@ -1,0 +1,61 @@
+"""The fixed blocks of `--invariant`, from the model and the sequence length alone.
+
+A matrix product rounds by its shape, so all products of a run have the shape of a block, in every
+layout. Ranks own whole blocks.
+
+    num_weight_blocks     blocks of heads, inner widths and the vocabulary
+    num_position_blocks   blocks of the positions of a sequence
+"""
+
+from collections.abc import Iterable
+
+from nanotrain.config.config import Config
+
+# More blocks allow more ranks; fewer and larger products are faster.
+MAX_WEIGHT_BLOCKS = 8
+MAX_POSITION_BLOCKS = 4
+
+
+def num_weight_blocks(config: Config) -> int:
+    """The largest power of two up to 8 that divides all sharded sizes of the model.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> model = ModelConfig(num_attention_heads=12, num_query_groups=4, ffn_hidden_size=2048)
+    >>> num_weight_blocks(Config(model=model))
+    4
+    """
+    return largest_divisor(sharded_sizes(config).values(), limit=MAX_WEIGHT_BLOCKS)
+
+
+def sharded_sizes(config: Config) -> dict[str, int]:
+    """The sizes that tensor parallelism shards, by the name of their field."""
+    model = config.model
+    return {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "ffn_hidden_size": model.ffn_size,
+        "vocab_size with padding": model.padded_vocab_size,
+    }
+
+
+def num_position_blocks(config: Config) -> int:
+    """The largest power of two up to 4 that divides the sequence length.
+
+    >>> from nanotrain.config.config import DataConfig
+    >>> num_position_blocks(Config(data=DataConfig(seq_length=24)))
+    4
+    """
+    return largest_divisor([config.data.seq_length], limit=MAX_POSITION_BLOCKS)
+
+
+def largest_divisor(sizes: Iterable[int], *, limit: int) -> int:
+    """The largest power of two up to `limit` that divides all sizes.
+
+    >>> largest_divisor([12, 20], limit=8)
+    4
+    """
+    sizes = list(sizes)
+    divisor = limit
+    while any(size % divisor != 0 for size in sizes):
+        divisor //= 2
+    return divisor

@@ -1,0 +1,192 @@
+"""Rules of `--invariant`: settings without an invariant form, and layouts without whole blocks.
+
+UNSUPPORTED lists the settings, in the order of their messages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanotrain.config.invariant import num_position_blocks, num_weight_blocks, sharded_sizes
+from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A setting that `--invariant` does not go with."""
+
+    name: str  # as a message names it
+    is_set: Callable[[Settings], bool]
+    why: str
+    fix: str
+
+
+def _leave_out(
+    name: str, is_set: Callable[[Settings], bool], *, why: str, flag: str | None = None
+) -> Unsupported:
+    flag = flag or "--" + name.replace("_", "-")
+    return Unsupported(name, is_set, why, fix=f"leave {flag} out, or --invariant")
+
+
+OTHER_LAYERS = "layers of attention and dense MLPs have invariant forms, other kinds have none yet"
+IN_DTYPE = "its gradients are fp64, on a grid on which sums are exact"
+ELEMENTWISE = "torch's kernels round the last elements of a tensor in another way than the others"
+ORDER = "its sums follow the layout"
+
+MODEL: tuple[Unsupported, ...] = (
+    _leave_out("num_experts", lambda c: c.has_experts, why=OTHER_LAYERS),
+    _leave_out(
+        "multi_latent_attention", lambda c: c.model.multi_latent_attention, why=OTHER_LAYERS
+    ),
+    _leave_out("mtp_num_layers", lambda c: bool(c.mtp.num_layers), why=OTHER_LAYERS),
+    _leave_out(
+        "linear attention or Mamba",
+        lambda c: bool(c.linear_kinds),
+        why=OTHER_LAYERS,
+        flag="--hybrid-layer-pattern and --linear-attention-type",
+    ),
+    _leave_out(
+        "sparse_attention_type",
+        lambda c: c.model.sparse_attention_type is not None,
+        why=OTHER_LAYERS,
+    ),
+    _leave_out(
+        "num_kv_shared_layers", lambda c: c.model.num_kv_shared_layers > 0, why=OTHER_LAYERS
+    ),
+    Unsupported(
+        "residual_type",
+        lambda c: c.model.residual_type != "plain",
+        why=OTHER_LAYERS,
+        fix="set --residual-type plain, or leave --invariant out",
+    ),
+    _leave_out("layer_input_size", lambda c: c.model.layer_input_size > 0, why=OTHER_LAYERS),
+    _leave_out("layer_scale", lambda c: c.model.layer_scale, why=OTHER_LAYERS),
+    _leave_out("add_head_bias", lambda c: c.model.add_head_bias, why=OTHER_LAYERS),
+    _leave_out("qk_layernorm_across_heads", lambda c: c.model.qk_layernorm_across_heads, why=ORDER),
+    _leave_out(
+        "final_logit_softcapping",
+        lambda c: c.model.final_logit_softcapping is not None,
+        why=ELEMENTWISE,
+    ),
+    _leave_out("logits_scaling", lambda c: c.model.logits_scaling != 1.0, why=ELEMENTWISE),
+    _leave_out(
+        "attn_logit_softcapping",
+        lambda c: c.model.attn_logit_softcapping is not None,
+        why=ELEMENTWISE,
+    ),
+    _leave_out("attention_dropout", lambda c: c.model.attention_dropout > 0, why=ELEMENTWISE),
+    _leave_out("attention_output_gate", lambda c: c.model.attention_output_gate, why=ELEMENTWISE),
+    Unsupported(
+        "softmax_type",
+        lambda c: c.model.softmax_type != "vanilla",
+        why=OTHER_LAYERS,
+        fix="set --softmax-type vanilla, or leave --invariant out",
+    ),
+    Unsupported(
+        "activation xielu",
+        lambda c: c.model.activation == "xielu",
+        why="its weights are scalars, whose gradients are sums over all elements",
+        fix="set another --activation, or leave --invariant out",
+    ),
+    _leave_out(
+        "window_num_attention_heads",
+        lambda c: bool(c.model.window_num_attention_heads or c.model.window_query_groups),
+        why=OTHER_LAYERS,
+    ),
+    _leave_out("use_double_wide_mlp", lambda c: c.model.use_double_wide_mlp, why=OTHER_LAYERS),
+)
+RUN: tuple[Unsupported, ...] = (
+    Unsupported(
+        "params_dtype fp16",
+        lambda c: c.precision.params_dtype == "fp16",
+        why="the grid of the gradients would move with the loss scale",
+        fix="set --bf16 or fp32, or leave --invariant out",
+    ),
+    _leave_out(
+        "fp8_format", lambda c: c.has_fp8, why="scales follow from the tokens of a microbatch"
+    ),
+    _leave_out("grad_reduce_in_bf16", lambda c: c.precision.grad_reduce_in_bf16, why=IN_DTYPE),
+    _leave_out(
+        "accumulate_allreduce_grads_in_fp32",
+        lambda c: c.precision.accumulate_allreduce_grads_in_fp32 is False,
+        why=IN_DTYPE,
+        flag="--no-accumulate-allreduce-grads-in-fp32",
+    ),
+    _leave_out(
+        "use_precision_aware_optimizer",
+        lambda c: c.precision.use_precision_aware_optimizer,
+        why="blocks of one scale begin where a shard begins",
+    ),
+    _leave_out(
+        "gradient_accumulation_fusion",
+        lambda c: bool(c.parallel.gradient_accumulation_fusion),
+        why=IN_DTYPE,
+    ),
+    _leave_out(
+        "ddp_average_in_collective",
+        lambda c: c.parallel.ddp_average_in_collective,
+        why="gradients would be scaled by the number of ranks",
+    ),
+    _leave_out("tp_comm_overlap", lambda c: c.parallel.tp_comm_overlap, why=ORDER),
+    _leave_out(
+        "torch_compile",
+        lambda c: bool(c.train.torch_compile),
+        why="compiled kernels choose their own order",
+    ),
+    Unsupported(
+        "cuda_graph_impl",
+        lambda c: c.train.cuda_graph_impl != "none",
+        why=ORDER,
+        fix="set --cuda-graph-impl none, or leave --invariant out",
+    ),
+    _leave_out(
+        "step_seq_length_schedule",
+        lambda c: bool(c.train.step_seq_length_schedule),
+        why="the blocks follow from one sequence length",
+    ),
+    Unsupported(
+        "optimizer",
+        lambda c: c.optim.optimizer not in ("adam", "sgd"),
+        why="it has no invariant form yet",
+        fix="set --optimizer adam or sgd, or leave --invariant out",
+    ),
+    _leave_out("qk_clip", lambda c: c.optim.qk_clip, why=ORDER),
+    _leave_out(
+        "log_max_attention_logit", lambda c: c.train.log_max_attention_logit, why=ELEMENTWISE
+    ),
+    _leave_out("ema_decay", lambda c: c.optim.ema_decay is not None, why=ELEMENTWISE),
+    _leave_out("optimizer_cpu_offload", lambda c: c.optim.optimizer_cpu_offload, why=ELEMENTWISE),
+)
+
+
+def check_invariant_settings(c: Settings) -> Errors:
+    """Settings without an invariant form."""
+    if not c.precision.invariant:
+        return
+    for row in (*MODEL, *RUN):
+        if row.is_set(c):
+            yield ConfigError(f"invariant with {row.name}", why=row.why, fix=row.fix)
+
+
+def check_invariant_blocks(c: Settings) -> Errors:
+    """Ranks that own whole blocks."""
+    if not c.precision.invariant or c.model.vocab_size is None:
+        return
+    num_blocks = num_weight_blocks(c.config)
+    if num_blocks % c.tp != 0:
+        sizes = ", ".join(f"{name} {size}" for name, size in sharded_sizes(c.config).items())
+        yield ConfigError(
+            f"invariant with tensor_model_parallel_size {c.tp}",
+            why=f"products are computed in {num_blocks} blocks, the largest power of two up to 8 "
+            f"that divides {sizes}; a rank owns whole blocks",
+            fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
+        )
+    num_blocks = num_position_blocks(c.config)
+    if c.cp > 1 and num_blocks % (2 * c.cp) != 0:
+        yield ConfigError(
+            f"invariant with context_parallel_size {c.cp}",
+            why=f"sequences are computed in {num_blocks} blocks of positions, the largest power of "
+            f"two up to 4 that divides seq_length {c.data.seq_length}; a rank owns two chunks of "
+            "whole blocks",
+            fix=f"set --context-parallel-size to {max(1, num_blocks // 2)} or less",
+        )

@@ -1,0 +1,92 @@
+"""Sums whose bits do not depend on their order, and sums in a fixed order.
+
+    to_grid        values in units of a grid, rounded; such values are integers
+    exact_sum      their sum in fp64: exact, so that any order and any split has the same bits
+    square_bins    the squares of numbers in bins of fp64, each summed exactly; `join_bins`
+    tree_sum       a binary tree over blocks in their order; a rank owns an aligned subtree
+
+A sum of integers in fp64 is exact below 2^53. Gradients lie on a grid of 2^-44: a gradient of 1e-8
+keeps 17 bits, and sums are exact while they stay below 512. Scaling by a power of two is exact too,
+so products are scaled by their smaller operand.
+
+Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation", for bins of fixed grids.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanotrain.precision.dtypes import as_fp32
+
+UNITS = 2.0**44  # units of the grid in 1
+# Grids of the bins of squares. A bin holds 28 bits of each square, so 2^25 squares of the largest
+# size, or any number of usual size, are summed exactly.
+SQUARE_GRIDS = (2.0**-12, 2.0**-40, 2.0**-68, 2.0**-96)
+LOSS_GRID = 2.0**-28
+HALF_OF_53_BITS = 1.5 * 2.0**52
+SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
+
+
+def to_grid(values: Tensor) -> Tensor:
+    """Values in units of the grid of gradients, rounded to integers, in their dtype."""
+    return (values * UNITS).round_()
+
+
+def exact_sum(units: Tensor, *, dims: Sequence[int]) -> Tensor:
+    """The sum of units of the grid over dims, in units, fp64."""
+    return units.sum(tuple(dims), dtype=torch.float64)
+
+
+def from_units(total: Tensor) -> Tensor:
+    """The fp64 values of a sum in units of the grid, in place."""
+    return total.mul_(1.0 / UNITS)
+
+
+def token_sum(values: Tensor) -> Tensor:
+    """[..., H] -> [H] fp64, the exact sum over all tokens."""
+    units = to_grid(values.flatten(0, -2))
+    return from_units(exact_sum(units, dims=(0,)))
+
+
+def on_grid(values: Tensor, grid: float) -> Tensor:
+    """fp64 values rounded to multiples of a grid; they must be below 2^51 of its units."""
+    magic = HALF_OF_53_BITS * grid
+    return (values + magic) - magic
+
+
+def square_bins(values: Tensor) -> Tensor:
+    """[bins] fp64, exact sums of the parts of the squares of flat values, in fp32 or wider."""
+    total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=values.device)
+    for chunk in values.split(SQUARES_AT_ONCE):
+        rest = chunk.float().double().square_()  # 48 bits, exact
+        for index, grid in enumerate(SQUARE_GRIDS):
+            part = on_grid(rest, grid)
+            total[index] += part.sum()
+            rest = rest - part
+    return total
+
+
+def join_bins(bins: Tensor) -> Tensor:
+    """The sum of bins from the finest on, an fp64 scalar."""
+    total = bins[-1]
+    for part in reversed(bins[:-1].unbind()):
+        total = total + part
+    return total
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of a power of two of blocks, neighbours first, in at least fp32.
+
+    Sums of aligned halves, quarters and so on are nodes of the tree:
+
+    >>> blocks = [torch.tensor(2.0**-k) for k in range(4)]
+    >>> halves = [tree_sum(blocks[:2]), tree_sum(blocks[2:])]
+    >>> bool(tree_sum(halves) == tree_sum(blocks))
+    True
+    """
+    level = [as_fp32(part) for part in parts]
+    assert len(level) & (len(level) - 1) == 0, f"{len(level)} blocks make no binary tree"
+    while len(level) > 1:
+        level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
+    return level[0]

@@ -1,0 +1,200 @@
+"""Modules whose results do not depend on the layout, in any bit (`--invariant`).
+
+`make_invariant` gives every module of a built stage its invariant implementation, a row of
+IMPLEMENTATIONS by the type of the module. A module with parameters and without a row is an error.
+
+    linear layers, embedding, loss    parallel/tp/invariant.py, invariant_loss.py
+    norms                             by rows; gradients of weights are exact sums over tokens
+    activations                       in whole vectors: the kernels compute the last elements of a
+                                      tensor by another formula
+    attention                         parallel/cp/block_attention.py, chosen in train/build.py
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.comm.autograd import concat_along
+from nanotrain.data.batch import Batch
+from nanotrain.kernels.exact_sums import token_sum
+from nanotrain.model.ends import Embedding, Head
+from nanotrain.model.mlp import MLP
+from nanotrain.model.norm import LayerNorm, RMSNorm
+from nanotrain.parallel.tp.invariant import UnitBlocks
+from nanotrain.parallel.tp.invariant_loss import BlockedVocabulary, blocked_cross_entropy
+from nanotrain.parallel.tp.layers import (
+    SEQUENCE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from nanotrain.parallel.tp.loss import Targets
+from nanotrain.precision.dtypes import as_fp32
+
+VECTOR_ELEMENTS = 64  # two vectors of 16-bit numbers of the widest registers
+
+
+class _PerToken(torch.autograd.Function):
+    """A weight [H] for every token, whose gradient is an exact sum over tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, shape: torch.Size) -> Tensor:
+        """[H] -> [..., H]."""
+        return weight.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """[..., H] -> [H] fp64."""
+        return token_sum(grads[0]), None
+
+
+def per_token(weight: Tensor, x: Tensor) -> Tensor:
+    """[H] -> the shape of x."""
+    out: Tensor = _PerToken.apply(weight, x.shape)
+    return out
+
+
+def invariant_rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    """`RMSNorm.forward`: [..., H] -> the same shape and dtype."""
+    x32 = as_fp32(x).contiguous()
+    normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
+    return scaled(normalized, norm.weight, is_offset=norm.is_offset).to(x.dtype)
+
+
+def invariant_layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
+    """`LayerNorm.forward`: [..., H] -> the same shape and dtype."""
+    x32 = as_fp32(x).contiguous()
+    normalized = F.layer_norm(x32, x.shape[-1:], eps=norm.eps)
+    out = scaled(normalized, norm.weight, is_offset=norm.is_offset)
+    if norm.bias is not None:
+        out = out + per_token(norm.bias, x)
+    return out.to(x.dtype)
+
+
+def scaled(normalized: Tensor, weight: Tensor | None, *, is_offset: bool) -> Tensor:
+    """Normalized rows times the weight, or 1 + weight."""
+    if weight is None:
+        return normalized
+    factors = per_token(weight, normalized)
+    return normalized * (factors + 1 if is_offset else factors)
+
+
+@dataclass(frozen=True)
+class InWholeVectors:
+    """An elementwise function of tensors of one shape, computed on whole vectors."""
+
+    function: Callable[..., Tensor]
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """[...] each -> [...]."""
+        shape = inputs[0].shape
+        padding = -shape.numel() % VECTOR_ELEMENTS
+        flat = []
+        for x in inputs:
+            elements = x.reshape(-1)
+            flat.append(F.pad(elements, (0, padding)) if padding else elements)
+        return self.function(*flat)[: shape.numel()].view(shape)
+
+
+@dataclass(frozen=True)
+class InvariantEmbedding:
+    """`Embedding.forward` with positions per sample: their gradients are summed exactly."""
+
+    embed: Callable[..., Tensor]
+
+    def __call__(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[B, S] int64 -> [B, S or S/tp, H]."""
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return self.embed(tokens, position_ids.expand(tokens.shape))
+
+
+@dataclass(frozen=True)
+class InvariantHead:
+    """`Head.forward` in blocks of the vocabulary."""
+
+    head: Head
+    blocks: UnitBlocks
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        *,
+        tied: nn.Parameter | None,
+        grad_scale: float | Tensor | None = None,
+    ) -> Tensor:
+        """[B, S or S/tp, H] -> the summed losses, an fp64 scalar, the same on every tp rank."""
+        head = self.head
+        group = head.tensor_parallel.group
+        if head.tensor_parallel.sequence_parallel:
+            hidden = concat_along(hidden, group, dim=SEQUENCE)
+        weight = head.weight if tied is None else tied
+        assert weight is not None, "a tied head needs the word embedding"
+        return blocked_cross_entropy(
+            hidden,
+            weight,
+            targets=Targets(batch.labels, batch.loss_mask, head.token_groups(batch)),
+            vocabulary=BlockedVocabulary(self.blocks, group, head.vocabulary.size),
+        )
+
+
+def _embedding(embedding: Embedding, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    return InvariantEmbedding(embedding.forward)
+
+
+def _head(head: Head, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    return InvariantHead(head, blocks)
+
+
+def _rms_norm(norm: RMSNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    return partial(invariant_rms_norm, norm)
+
+
+def _layer_norm(norm: LayerNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    return partial(invariant_layer_norm, norm)
+
+
+def _mlp(mlp: MLP, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    mlp.activation = InWholeVectors(mlp.activation)
+    return mlp.forward
+
+
+def _as_built(layer: nn.Module, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """Layers choose their implementation when they are built (`TensorParallel.functions`)."""
+    forward: Callable[..., Tensor] = layer.forward
+    return forward
+
+
+# the forward of a module, by its type
+IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[..., Tensor]]] = {
+    ColumnParallelLinear: _as_built,
+    RowParallelLinear: _as_built,
+    VocabParallelEmbedding: _as_built,
+    Embedding: _embedding,
+    Head: _head,
+    RMSNorm: _rms_norm,
+    LayerNorm: _layer_norm,
+    MLP: _mlp,
+}
+
+
+def make_invariant(stage: nn.Module, blocks: UnitBlocks) -> None:
+    """Replace the implementations of the modules of a built stage.
+
+    Gradients of parameters are fp64 from here on, as those of the flat buffers.
+    """
+    for name, module in stage.named_modules():
+        implementation = IMPLEMENTATIONS.get(type(module))
+        if implementation is None:
+            own = [param_name for param_name, _ in module.named_parameters(recurse=False)]
+            assert not own, f"{name} ({type(module).__name__}) has {own} and no invariant form"
+        else:
+            module.forward = implementation(module, blocks)
+    for param in stage.parameters():
+        param.grad_dtype = torch.float64

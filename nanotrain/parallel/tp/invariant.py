@@ -1,0 +1,258 @@
+"""Linear layers whose results do not depend on the layout, in any bit.
+
+A matrix product rounds by its shape, so every product has one of a few shapes that follow from the
+model alone: rows are a block of positions of one sample, columns or inputs a block of the weight.
+
+    column    y_k = x W_k^T          one product per block k of the outputs
+    dgrad     dx  = tree(dy_k W_k)   summed over k in a fixed tree (exact_sums.tree_sum)
+    row       y   = tree(x_k W_k^T)  one product per block k of the inputs
+    dgrad     dx_k = dy W_k
+    wgrad     dW_k = sum over blocks of positions of dy^T x, exact on a grid (exact_sums.exact_sum)
+
+    blocks     0   1   2   3   4   5   6   7        a rank of tp = 4 owns two blocks, and the node
+                \\ /     \\ /     \\ /     \\ /         above them; ranks gather their nodes and add
+    tp = 4       r0      r1      r2      r3         them as the tree does
+                   \\    /          \\    /
+    tp = 2           r0              r1
+                       \\          /
+    tp = 1                  r0
+
+Weight gradients are fp64 multiples of the grid: sums over blocks, samples, microbatches and ranks
+are exact in any order.
+
+    B batch   S sequence   I inputs   O outputs   L blocks of positions   b positions of a block
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.comm.collectives import start_all_gather
+from nanotrain.comm.group import Group
+from nanotrain.kernels.exact_sums import UNITS, exact_sum, from_units, token_sum, tree_sum
+from nanotrain.kernels.linear import Linear
+from nanotrain.parallel.tp.region import LayerFunctions, TensorParallel
+
+# Smaller 16-bit products take another kernel where there are many of them (oneDNN), so they are
+# computed in fp32.
+MIN_16_BIT_PRODUCT = 16**3
+PRODUCTS_AT_ONCE = 2**22  # elements of weight gradients before they are summed
+
+
+@dataclass(frozen=True)
+class UnitBlocks:
+    """The fixed blocks of a model."""
+
+    num_weight_blocks: int  # of heads, inner widths and the vocabulary; a power of two
+    block_length: int  # positions of a block
+
+    def local(self, group: Group) -> int:
+        """The blocks of weights of one rank."""
+        return self.num_weight_blocks // group.size
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, S, I] -> [L, b, I]; sequences of other lengths, as in generation, are one block."""
+        length = self.block_length if x.shape[1] % self.block_length == 0 else x.shape[1]
+        return x.reshape(-1, length, x.shape[2])
+
+
+def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape."""
+    matrices = matrix.expand(len(rows), -1, -1)
+    is_small = rows.shape[1] * matrix.shape[-1] * matrix.shape[-2] <= MIN_16_BIT_PRODUCT
+    if rows.itemsize == 2 and is_small:
+        return torch.bmm(rows.float(), matrices.float()).to(rows.dtype)
+    return torch.bmm(rows, matrices)
+
+
+def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:
+    """The sum of the blocks of all ranks of a group in the tree, in at least fp32."""
+    local = tree_sum(parts)
+    if group.size == 1:
+        return local
+    nodes = start_all_gather(local[None].contiguous(), group, dim=0).wait()
+    return tree_sum(nodes.unbind())
+
+
+def weight_gradient(scaled: Tensor, rows: Tensor) -> Tensor:
+    """[L, b, O] in units of the grid, [L, b, I] -> [O, I] fp64 in units, an exact sum."""
+    step = max(1, PRODUCTS_AT_ONCE // (scaled.shape[2] * rows.shape[2]))
+    total = scaled.new_zeros((scaled.shape[2], rows.shape[2]), dtype=torch.float64)
+    for grads, inputs in zip(scaled.split(step), rows.split(step), strict=True):
+        products = multiply(grads.transpose(1, 2), inputs)
+        total += exact_sum(products.round_(), dims=(0,))
+    return total
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Layers of one input: [B, S or S/tp, I] -> one [B, S, O/tp] per layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        tensor_parallel: TensorParallel,
+        blocks: UnitBlocks,
+        num_layers: int,
+        *params: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """`params` are the weights, then the biases."""
+        ctx.tensor_parallel = tensor_parallel
+        ctx.blocks = blocks
+        ctx.num_layers = num_layers
+        weights = [weight for weight in params[:num_layers] if weight is not None]
+        biases = params[num_layers:]
+        ctx.save_for_backward(x, *weights)
+        full = tensor_parallel.start_enter(x).wait()
+        rows = blocks.rows(full)
+        num_blocks = blocks.local(tensor_parallel.group)
+        outputs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            parts = [multiply(rows, part.t()) for part in weight.chunk(num_blocks)]
+            out = torch.cat(parts, dim=2).view(*full.shape[:2], -1)
+            outputs.append(out if bias is None else out.add_(bias))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the input, and fp64 gradients of weights and biases."""
+        x, *weights = ctx.saved_tensors
+        tensor_parallel = ctx.tensor_parallel
+        num_blocks = ctx.blocks.local(tensor_parallel.group)
+        needs_dgrad = ctx.needs_input_grad[0]
+        trains_weights = ctx.needs_input_grad[4 : 4 + ctx.num_layers]
+        trains_biases = ctx.needs_input_grad[4 + ctx.num_layers :]
+        grad_x = None
+        if needs_dgrad:
+            grad_rows = [ctx.blocks.rows(grad).chunk(num_blocks, dim=2) for grad in grads]
+            parts = []
+            for index in range(num_blocks):
+                part: Tensor | None = None
+                for blocks, weight in zip(grad_rows, weights, strict=True):
+                    product = multiply(blocks[index], weight.chunk(num_blocks)[index])
+                    part = product if part is None else part + product
+                assert part is not None, "there is a layer"
+                parts.append(part)
+            total = sum_over_blocks(parts, tensor_parallel.group)
+            full = total.view(*grads[0].shape[:2], -1).to(x.dtype)
+            grad_x = tensor_parallel.local_slice(full)
+        rows = ctx.blocks.rows(tensor_parallel.start_enter(x).wait())
+        grad_weights: list[Tensor | None] = []
+        for grad, is_trained in zip(grads, trains_weights, strict=True):
+            if not is_trained:
+                grad_weights.append(None)
+                continue
+            scaled = ctx.blocks.rows(grad * UNITS)
+            parts = [weight_gradient(part, rows) for part in scaled.chunk(num_blocks, dim=2)]
+            grad_weights.append(from_units(torch.cat(parts)))
+        grad_biases = [
+            token_sum(grad) if is_trained else None
+            for grad, is_trained in zip(grads, trains_biases, strict=True)
+        ]
+        return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+class _RowParallel(torch.autograd.Function):
+    """[B, S, I/tp] -> [B, S or S/tp, O], summed over the blocks of all ranks, then the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tensor_parallel: TensorParallel,
+        blocks: UnitBlocks,
+    ) -> Tensor:
+        """weight [O, I/tp], bias [O] or None."""
+        ctx.tensor_parallel = tensor_parallel
+        ctx.blocks = blocks
+        ctx.save_for_backward(x, weight)
+        num_blocks = blocks.local(tensor_parallel.group)
+        inputs = blocks.rows(x).chunk(num_blocks, dim=2)
+        matrices = weight.chunk(num_blocks, dim=1)
+        parts = [multiply(part, matrix.t()) for part, matrix in zip(inputs, matrices, strict=True)]
+        total = sum_over_blocks(parts, tensor_parallel.group)
+        full = total.view(*x.shape[:2], -1).to(x.dtype)
+        out = tensor_parallel.local_slice(full)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the input, and fp64 gradients of weight and bias."""
+        x, weight = ctx.saved_tensors
+        needs_dgrad, trains_weight, trains_bias = ctx.needs_input_grad[:3]
+        grad_bias = token_sum(grads[0]) if trains_bias else None
+        full = ctx.tensor_parallel.start_enter(grads[0].contiguous()).wait()
+        num_blocks = ctx.blocks.local(ctx.tensor_parallel.group)
+        grad_x = None
+        if needs_dgrad:
+            grad_rows = ctx.blocks.rows(full)
+            parts = [multiply(grad_rows, part) for part in weight.chunk(num_blocks, dim=1)]
+            grad_x = torch.cat(parts, dim=2).view(x.shape)
+        grad_weight = None
+        if trains_weight:
+            scaled = ctx.blocks.rows(full * UNITS)
+            inputs = ctx.blocks.rows(x).chunk(num_blocks, dim=2)
+            grad_weight = torch.cat([weight_gradient(scaled, part) for part in inputs], dim=1)
+            grad_weight = from_units(grad_weight)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def invariant_functions(blocks: UnitBlocks) -> LayerFunctions:
+    """The implementations of this file for the blocks of a model."""
+    return LayerFunctions(partial(choose_products, blocks=blocks), look_up, options=blocks)
+
+
+def choose_products(
+    tensor_parallel: TensorParallel, *, blocks: UnitBlocks
+) -> Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]:
+    """The implementation of column- or row-parallel layers (`layers.ComputeLinears`)."""
+
+    def column(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers]
+        outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
+            x, tensor_parallel, blocks, len(layers), *weights, *biases
+        )
+        return outputs
+
+    def row(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        (layer,) = layers
+        out: Tensor = _RowParallel.apply(x, layer.weight, layer.bias, tensor_parallel, blocks)
+        return (out,)
+
+    return row if tensor_parallel.is_row else column
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, and their gradients summed exactly."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, is_masked: Tensor) -> Tensor:
+        """weight [V/tp, H], rows [B, S]; masked rows are -0, which adds nothing to any number."""
+        ctx.save_for_backward(rows, is_masked)
+        ctx.num_rows = len(weight)
+        return F.embedding(rows, weight).masked_fill_(is_masked[..., None], -0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """[B, S, H] -> [V/tp, H] fp64."""
+        rows, is_masked = ctx.saved_tensors
+        units = (grads[0] * UNITS).round_().masked_fill_(is_masked[..., None], 0.0)
+        total = units.new_zeros((ctx.num_rows, units.shape[-1]), dtype=torch.float64)
+        total.index_add_(0, rows.flatten(), units.flatten(0, -2).double())
+        return from_units(total), None, None
+
+
+def look_up(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
+    """[B, S] -> [B, S, H] by the rows of a shard that starts at token `first`."""
+    rows = tokens - first
+    is_masked = (rows < 0) | (rows >= len(weight))
+    out: Tensor = _Lookup.apply(weight, rows.masked_fill(is_masked, 0), is_masked)
+    return out

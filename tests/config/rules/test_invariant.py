@@ -1,0 +1,66 @@
+"""Rules of `--invariant`: what has no invariant form is one error with a cure."""
+
+from typing import Any
+
+import pytest
+
+from nanotrain.config.rules.check import check_rules
+from nanotrain.config.rules.invariant import MODEL, RUN
+from nanotrain.config.rules.settings import Settings
+from nanotrain.errors import ErrorCollector
+from tests.config.asking import config_of
+
+FITTING = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "vocab_size": 300,
+    "seq_length": 24,
+    "invariant": True,
+}
+
+
+def messages(**settings: Any) -> list[str]:
+    """The errors of the rules of `--invariant`."""
+    errors = ErrorCollector()
+    check_rules(config_of(**FITTING | settings), "layout", errors=errors)
+    return [str(error) for error in errors.errors if "invariant with" in str(error)]
+
+
+def test_what_fits_passes() -> None:
+    assert messages() == []
+    assert messages(tensor_model_parallel_size=2, context_parallel_size=2) == []
+    assert messages(invariant=False, num_experts=4, ema_decay=0.9) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_experts": 4}, "invariant with num_experts: layers of attention and dense MLPs"),
+        ({"params_dtype": "fp16"}, "invariant with params_dtype fp16: the grid of the gradients"),
+        ({"optimizer": "muon"}, "invariant with optimizer: it has no invariant form yet"),
+        ({"ema_decay": 0.9}, "invariant with ema_decay: torch's kernels round"),
+        ({"torch_compile": True}, "invariant with torch_compile: compiled kernels"),
+        ({"final_logit_softcapping": 30.0}, "invariant with final_logit_softcapping"),
+    ],
+)
+def test_what_has_no_form_is_refused(settings: dict[str, Any], text: str) -> None:
+    (message,) = messages(**settings)
+    assert text in message
+    assert "--invariant" in message
+
+
+def test_ranks_own_whole_blocks() -> None:
+    (message,) = messages(tensor_model_parallel_size=4)
+    assert "products are computed in 2 blocks" in message
+    assert "num_query_groups 2" in message
+    assert "to a divisor of 2" in message
+    (message,) = messages(context_parallel_size=4, seq_length=64)
+    assert "in 4 blocks of positions" in message
+    assert "--context-parallel-size to 2 or less" in message
+
+
+def test_no_row_holds_by_default() -> None:
+    settings = Settings(config_of(**FITTING))
+    assert not [row.name for row in (*MODEL, *RUN) if row.is_set(settings)]

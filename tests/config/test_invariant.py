@@ -1,0 +1,29 @@
+"""Blocks of `--invariant` follow from the model and the sequence length."""
+
+import pytest
+
+from nanotrain.config.invariant import num_position_blocks, num_weight_blocks, sharded_sizes
+from tests.config.asking import config_of
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "num_blocks"),
+    [(8, 8, 64, 8), (16, 4, 64, 4), (16, 16, 36, 4), (6, 6, 64, 2), (5, 5, 64, 1)],
+)
+def test_the_number_divides_heads_and_widths(
+    heads: int, groups: int, width: int, num_blocks: int
+) -> None:
+    config = config_of(
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        hidden_size=heads * 8,
+        ffn_hidden_size=width,
+        vocab_size=300,
+    )
+    assert num_weight_blocks(config) == num_blocks
+    assert sharded_sizes(config)["vocab_size with padding"] == 384
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(256, 4), (6, 2), (7, 1)])
+def test_positions_are_in_at_most_four_blocks(length: int, num_blocks: int) -> None:
+    assert num_position_blocks(config_of(seq_length=length, vocab_size=300)) == num_blocks
