@@ -1,12 +1,18 @@
 """`nanotrain parity`: a parallel layout compared with one rank."""
 
+from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, positive, processes
 from nanotrain.config.flags import parse
-from nanotrain.config.load import load_line
+from nanotrain.config.load import Loaded, load_line
 from nanotrain.errors import EXIT_CODE
+
+if TYPE_CHECKING:
+    from nanotrain.parity.perturbed_report import PerturbedReport
+    from nanotrain.parity.report import ParityReport
 
 
 def parity(argv: Sequence[str]) -> int:
@@ -15,16 +21,26 @@ def parity(argv: Sequence[str]) -> int:
     """
     args, rest = parity_parser().parse_known_args(argv)
     loaded = load_line(parse(rest))
-    from nanotrain.parity.check import check_parity
     from nanotrain.prove.check import verdict
 
-    result = check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
+    result = _compare(loaded, args)
     if args.json:
         print(result.to_json())
     else:
         print(result.text())
         print("\n".join(verdict(loaded, args.world_size)))
     return 0 if result.holds else EXIT_CODE
+
+
+def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport":
+    """The report of the comparison that the arguments ask for."""
+    if args.keep_precision:
+        from nanotrain.parity.by_perturbation import check_by_perturbation
+
+        return check_by_perturbation(loaded, args.world_size, num_steps=args.steps)
+    from nanotrain.parity.check import check_parity
+
+    return check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
 
 
 def parity_parser() -> CommandParser:
@@ -46,6 +62,12 @@ def parity_parser() -> CommandParser:
         default=1e-5,
         metavar="T",
         help="largest relative difference; ten times that for gradients (default: 1e-5)",
+    )
+    parser.add_argument(
+        "--keep-precision",
+        action="store_true",
+        help="train in the precision of the configuration, and judge by how far inputs that are "
+        "changed in the last bit move one rank; --tolerance has no part in it",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

@@ -37,6 +37,7 @@ from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parity.local_ranks import run_local_ranks
+from nanotrain.parity.perturbation import Perturbation
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.plan.plan import plan_run
@@ -61,6 +62,7 @@ class Record:
         losses, grad_norms: loss and gradient norm of every step.
         grads: local shards of the gradients of the first step.
         weights: local boxes of the parameters after the last step.
+        main_weights: this rank's part of the main params, which the optimizer updates.
         buffers: buffers with state after the last step, as router biases.
         shards: description of the sharding by parameter.
         reads: numbers of the samples read, per step.
@@ -71,6 +73,7 @@ class Record:
     grad_norms: list[float] = field(default_factory=list)
     grads: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
+    main_weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     shards: dict[str, str] = field(default_factory=dict)
     reads: list[list[int]] = field(default_factory=list)
@@ -123,28 +126,52 @@ def check_parity(
         TopologyError: the layout does not fit the ranks.
         ConfigError: the model cannot be sharded by the layout.
     """
-    config = with_known_model(loaded.config, loaded.explicit)
-    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    small = shrink(config, world_size, num_steps=num_steps)
-    validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
-    check_model(small)
-    check_layout(small)
+    small, topology = shrink_checked(loaded, world_size, num_steps=num_steps)
     single = on_one_rank(small)
     single_topology = Topology.of(single.parallel, 1)
     (reference,) = run_local_ranks(single_topology, record_steps, arguments=[single])
     records = run_local_ranks(topology, record_steps, arguments=[small])
     report = compare(reference, records, config=small, tolerance=tolerance)
+    config = with_known_model(loaded.config, loaded.explicit)
     return replace(report, left_out=left_out(config))
 
 
-def record_steps(context: ParallelContext, config: Config) -> Record:
-    """Train a shrunk configuration on this rank for `train_iters` steps."""
+def shrink_checked(
+    loaded: Loaded, world_size: int, *, num_steps: int, keeps_precision: bool = False
+) -> tuple[Config, Topology]:
+    """The shrunk form of a configuration and the topology of its layout, both valid.
+
+    Raises:
+        TopologyError: the layout does not fit the ranks.
+        ConfigError: the model cannot be sharded by the layout.
+    """
+    config = with_known_model(loaded.config, loaded.explicit)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
+    small = shrink(config, world_size, num_steps=num_steps, keeps_precision=keeps_precision)
+    validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
+    check_model(small)
+    check_layout(small)
+    return small, topology
+
+
+def record_steps(
+    context: ParallelContext, config: Config, *, perturbation: Perturbation | None = None
+) -> Record:
+    """Train a shrunk configuration on this rank for `train_iters` steps.
+
+    Args:
+        context: context of this rank.
+        config: the shrunk configuration.
+        perturbation: changes of the inputs of layers; None: as configured.
+    """
     record = Record(dp=context.coords["dp"])
     samples = RandomDataset(config)
     with TemporaryDirectory(prefix="nanotrain-parity-") as folder:
         plan = plan_run(config, context.topology.world_size, rank=context.rank)
         inputs = RunInputs(RunFolder(Path(folder)), DatasetSplits(samples, None, None))
         run = build_run(plan, inputs, context=context)
+        if perturbation is not None:
+            perturbation.attach(run.stages.values())
         try:
             for _ in range(config.train.train_iters):
                 _record_step(run, record, samples=samples)
@@ -155,6 +182,9 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
         record.shards |= _sharding(dp, context)
         with dp.gathered():
             record.weights |= _weights(module, dp)
+    for box, tensor in run.optimizer.tensors_to_save("model").items():
+        named = replace(box, name=box.name.removeprefix("model/"))
+        record.main_weights[named] = tensor.clone()
     for stage in run.stages.values():
         state = stage.state_dict().keys()  # other buffers are statistics of this rank
         for name, buffer in stage.named_buffers():
@@ -194,8 +224,8 @@ def compare(
         parameters=_differences(reference.grads, grads, scales=grad_scales, shards=shards),
         weights=_differences(reference.weights, weights, scales=weight_scales, shards=shards),
         buffers=_differences(reference.buffers, buffers, scales=buffer_scales, shards=shards),
-        unequal_replicas=_unequal_replicas(records),
-        samples_read_once=_are_read_once(records, config),
+        unequal_replicas=unequal_replicas(records),
+        samples_read_once=are_read_once(records, config),
     )
 
 
@@ -262,8 +292,8 @@ def _differences(
     Elements that are on no rank differ infinitely.
     """
     rows = []
-    for name, differences in _absolute_differences(reference, local).items():
-        absolute = differences.nan_to_num(nan=inf, posinf=inf).max().item()
+    for name, differences in largest_differences(reference, local).items():
+        absolute = differences.abs().nan_to_num(nan=inf, posinf=inf).max().item()
         scale = scales[name]
         if scale:
             ratio = absolute / scale
@@ -274,22 +304,32 @@ def _differences(
     return tuple(sorted(rows, key=lambda row: (-row.relative, row.name)))
 
 
-def _absolute_differences(reference: Tensors, local: Sequence[Tensors]) -> dict[str, Tensor]:
-    """The largest difference of every element on any rank, by name; NaN on no rank."""
-    expected = {box.name: torch.zeros(box.shape) for box in reference}
-    for box, tensor in reference.items():
-        expected[box.name][box.box.slices()] = tensor.float()
+def largest_differences(reference: Tensors, local: Sequence[Tensors]) -> dict[str, Tensor]:
+    """The largest difference of every element on any rank, with its sign, by name.
+
+    NaN on no rank; infinite where it is not finite.
+    """
+    expected = global_tensors(reference)
     worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
     for tensors in local:
         for box, tensor in tensors.items():
             elements = worst[box.name][box.box.slices()]
-            difference = (tensor.float() - expected[box.name][box.box.slices()]).abs()
-            difference = difference.nan_to_num(nan=inf, posinf=inf)
-            elements.copy_(torch.fmax(elements, difference))
+            difference = tensor.float() - expected[box.name][box.box.slices()]
+            difference = difference.nan_to_num(nan=inf, posinf=inf, neginf=-inf)
+            is_smaller = difference.abs() <= elements.abs()  # False beside NaN
+            elements.copy_(torch.where(is_smaller, elements, difference))
     return worst
 
 
-def _unequal_replicas(records: Sequence[Record]) -> tuple[str, ...]:
+def global_tensors(boxes: Tensors) -> dict[str, Tensor]:
+    """The tensors of one rank by name, in fp32."""
+    tensors = {box.name: torch.zeros(box.shape) for box in boxes}
+    for box, tensor in boxes.items():
+        tensors[box.name][box.box.slices()] = tensor.float()
+    return tensors
+
+
+def unequal_replicas(records: Sequence[Record]) -> tuple[str, ...]:
     """Names of weights and buffers of which two ranks hold the same box with different bits."""
     first: Tensors = {}
     unequal = set()
@@ -305,7 +345,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _are_read_once(records: Sequence[Record], config: Config) -> bool:
+def are_read_once(records: Sequence[Record], config: Config) -> bool:
     """Whether the data-parallel ranks together read every sample of every batch exactly once."""
     # stages in the middle of a pipeline read nothing
     readers = [record for record in records if any(record.reads)]

@@ -94,6 +94,14 @@ class ParityReport:
         return tuple(sorted(wrong, key=lambda row: -row.relative))
 
     @property
+    def needed_tolerance(self) -> float:
+        """The least tolerance with which the layout would count as equal to one rank."""
+        steps = [max(step.loss_difference, step.grad_norm_difference) for step in self.steps]
+        gradients = [row.relative / GRADIENT_FACTOR for row in self.parameters]
+        state = [row.relative / WEIGHT_FACTOR for row in (*self.weights, *self.buffers)]
+        return max(*steps, *gradients, *state)
+
+    @property
     def complaints(self) -> tuple[str, ...]:
         """One text per difference between the layout and one rank; empty if they train equally."""
         largest = {
@@ -148,7 +156,7 @@ class ParityReport:
             replicas = "no: " + ", ".join(self.unequal_replicas)
         reads = "yes" if self.samples_read_once else "no"
         lines = [
-            *self._config_lines(),
+            *config_lines(self.config, world_size=self.world_size, left_out=self.left_out),
             "",
             *_step_table(self.steps),
             "",
@@ -162,19 +170,6 @@ class ParityReport:
         ]
         return "\n".join(lines)
 
-    def _config_lines(self) -> list[str]:
-        """Layout, model and batch of the shrunk configuration, and settings that are left out."""
-        train = self.config.train
-        parallel = _changed_fields(self.config.parallel, ParallelConfig())
-        samples = f"{train.global_batch_size} samples of {self.config.data.seq_length} tokens"
-        schedules = _describe_schedules(self.config)
-        return [
-            f"layout   world_size {self.world_size}, {parallel}",
-            f"model    {_changed_fields(self.config.model, ModelConfig())}",
-            f"batch    {samples}, by {train.micro_batch_size}{schedules}",
-            *(f"left out {line}" for line in self.left_out),
-        ]
-
     def to_json(self) -> str:
         """All numbers; numbers that are not finite become null."""
         values = {"equal": self.holds, "complaints": self.complaints, **vars(self)}
@@ -182,6 +177,20 @@ class ParityReport:
             values[name] = [_json_row(row) for row in getattr(self, name)]
         values["config"] = to_dict(values.pop("config"))
         return json.dumps(values, indent=2, allow_nan=False)
+
+
+def config_lines(config: Config, *, world_size: int, left_out: Sequence[str]) -> list[str]:
+    """Layout, model and batch of a shrunk configuration, and settings that are left out."""
+    train = config.train
+    parallel = _changed_fields(config.parallel, ParallelConfig())
+    samples = f"{train.global_batch_size} samples of {config.data.seq_length} tokens"
+    schedules = _describe_schedules(config)
+    return [
+        f"layout   world_size {world_size}, {parallel}",
+        f"model    {_changed_fields(config.model, ModelConfig())}",
+        f"batch    {samples}, by {train.micro_batch_size}{schedules}",
+        *(f"left out {line}" for line in left_out),
+    ]
 
 
 def relative(value: float, reference: float) -> float:

@@ -50,6 +50,8 @@ LEARNING_RATE = 1e-3
 # 1e-1) moves by the full learning rate in either direction, which changed the next loss by 1e-5
 # (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
+# in fp16; the adaptive scale begins so high that it skips the first steps
+LOSS_SCALE = 1024.0
 # threshold of QK-clip, so that it acts: initial logits have a standard deviation of about 1
 MAX_ATTENTION_LOGIT = 1.0
 
@@ -70,8 +72,16 @@ LEFT_OUT = _read_left_out()
 SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).parent)
 
 
-def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
+def shrink(
+    config: Config, world_size: int, *, num_steps: int, keeps_precision: bool = False
+) -> Config:
     """Shrink a valid configuration to the smallest model of its structure and layout.
+
+    Args:
+        config: the full configuration.
+        world_size: ranks of the layout.
+        num_steps: number of optimizer steps.
+        keeps_precision: whether dtypes stay as configured; else all numbers are fp32.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -102,7 +112,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         model=shrink_model(config, seq_length, num_layers=num_layers),
         parallel=replace(parallel, ddp_bucket_size=BUCKET_SIZE),
         memory=shrink_memory(config.memory, config.parallel, num_layers=num_layers),
-        precision=PrecisionConfig(),
+        precision=shrink_precision(config.precision) if keeps_precision else PrecisionConfig(),
         optim=shrink_optim(config.optim),
         data=data,
         checkpoint=CheckpointConfig(save=False),
@@ -146,6 +156,14 @@ def shrink_memory(
     return replace(
         memory, recompute_num_layers=group, cpu_offloading=False, cpu_offloading_num_layers=0
     )
+
+
+def shrink_precision(precision: PrecisionConfig) -> PrecisionConfig:
+    """The dtypes of a small model: a constant loss scale, and fp8 in its few layers alike."""
+    fp8 = precision.fp8
+    if fp8 is not None:
+        fp8 = replace(fp8, first_last_layers_bf16=False)
+    return replace(precision, loss_scale=precision.loss_scale or LOSS_SCALE, fp8=fp8)
 
 
 def shrink_optim(optim: OptimConfig) -> OptimConfig:
