@@ -356,8 +356,10 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     # Threads that hand the interpreter to one another from core to core spend half of their time in
     # the kernel.
     cores = sorted(os.sched_getaffinity(0))
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.sched_setaffinity(0, {cores[worker % len(cores)]})
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    # of several pytests side by side each has another parent of its ranks
+    number = int(worker) if worker else os.getppid()
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
     _load(world.module, world.file)  # once, before the threads ask for it
 
     def run(rank: int, begin: Callable[[], None]) -> tuple[Reply, bool]:
