@@ -23,6 +23,7 @@ from nanotrain.config.rules.check import validate_start
 from nanotrain.config.suggest import by_spelling
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.paths import expanded
+from nanotrain.runs.failures import is_run_folder
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.verdict import judge_run
 from nanotrain.system import importing_torch
@@ -169,7 +170,7 @@ def print_verdict(folder: Path, exit_codes: Mapping[int, int], *, since_s: float
         exit_codes: exit codes of ranks of this machine.
         since_s: when the attempt began, in seconds since the epoch.
     """
-    if not folder.is_dir():
+    if not is_run_folder(folder):
         return
     try:
         verdict = judge_run(folder, since_s=since_s, exit_codes=exit_codes, host=platform.node())

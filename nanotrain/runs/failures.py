@@ -21,7 +21,7 @@ from typing import Any
 
 from nanotrain.errors import ConfigErrors, EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import write_text
-from nanotrain.runs.lock import InUse
+from nanotrain.runs.lock import LOCK_NAME, InUse
 from nanotrain.untrusted import object_of, parse_json, plain_text, read_file
 
 FOLDER = "failures"
@@ -108,9 +108,14 @@ def recording(folder: Path, *, rank: int) -> Iterator[None]:
         raise
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has locked a folder; any other may be somebody else's."""
+    return (folder / LOCK_NAME).is_file()
+
+
 def write_failure(folder: Path, failure: RankFailure) -> None:
-    """Write the failure of a rank if the run folder is there; the disk may be what failed."""
-    if not folder.is_dir():
+    """Write the failure of a rank into the folder of a run; the disk may be what failed."""
+    if not is_run_folder(folder):
         return
     with suppress(EnvironmentFault, OSError):
         (folder / FOLDER).mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ from nanotrain.runs.failures import (
     HangRecord,
     RankFailure,
     hosts_of,
+    is_run_folder,
     read_failures,
     read_hang,
 )
@@ -407,7 +408,7 @@ def judge_run(
         earlier=earlier,
     )
     verdict = judge(evidence)
-    if folder.is_dir() and verdict.action != "done":
+    if is_run_folder(folder) and verdict.action != "done":
         path = folder / FILE
         with open_append(path) as file, disk_errors(path):
             write_all(file, json.dumps(asdict(verdict)).encode() + b"\n")

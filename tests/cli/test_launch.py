@@ -173,6 +173,7 @@ def test_a_failed_attempt_is_judged_by_what_its_ranks_noted(tmp_path, capsys):
     print_verdict(folder, {1: -9}, since_s=0.0)
     assert capsys.readouterr().err == "", "without a folder the message of the ranks says all"
     folder.mkdir()
+    (folder / "run.lock").touch()
     print_verdict(folder, {1: -9}, since_s=time.time())
     assert capsys.readouterr().err == "verdict: restart: SIGKILL ended a rank\n"
     (verdict,) = read_verdicts(folder)

@@ -12,6 +12,7 @@ from tests.train.small_run import arguments
 
 
 def test_an_attempt_is_judged_and_its_verdict_is_printed_again(tmp_path, capsys):
+    (tmp_path / "run.lock").touch()
     write_failure(tmp_path, RankFailure.of(LocalFault("rank 1 ran out of memory"), rank=1))
     assert main(["verdict", str(tmp_path), "--exit-code", "2"]) == 0
     line = capsys.readouterr().out

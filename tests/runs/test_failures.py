@@ -14,7 +14,7 @@ from nanotrain.runs.failures import (
     recording,
     write_failure,
 )
-from nanotrain.runs.lock import InUse
+from nanotrain.runs.lock import LOCK_NAME, InUse
 
 
 def fail(folder, error: Exception, *, rank: int) -> None:
@@ -23,6 +23,7 @@ def fail(folder, error: Exception, *, rank: int) -> None:
 
 
 def test_what_all_ranks_raise_is_noted_once_and_what_one_raises_by_it(tmp_path):
+    (tmp_path / LOCK_NAME).touch()
     for rank in range(3):
         fail(tmp_path, ConfigError("tp=3", why="8 ranks", fix="tp=2"), rank=rank)
     fail(tmp_path, LocalFault("rank 5 ran out of memory"), rank=5)
@@ -36,6 +37,9 @@ def test_what_all_ranks_raise_is_noted_once_and_what_one_raises_by_it(tmp_path):
 
 
 def test_nothing_is_noted_of_an_interrupt_and_in_folders_that_are_not_there_or_in_use(tmp_path):
+    fail(tmp_path, ConfigError("a folder of somebody else"), rank=0)
+    assert not (tmp_path / FOLDER).exists()
+    (tmp_path / LOCK_NAME).touch()
     fail(tmp_path / "none", ConfigError("x"), rank=0)
     assert not (tmp_path / "none").exists()
     with pytest.raises(KeyboardInterrupt), recording(tmp_path, rank=0):
@@ -45,6 +49,7 @@ def test_nothing_is_noted_of_an_interrupt_and_in_folders_that_are_not_there_or_i
 
 
 def test_damaged_notes_are_left_out(tmp_path):
+    (tmp_path / LOCK_NAME).touch()
     write_failure(tmp_path, RankFailure(1, "a", 2.0, "KeyError", "x"))
     (tmp_path / FOLDER / "rank-00002.json").write_text('{"rank": 2}')
     (tmp_path / FOLDER / "rank-00003.json").write_text("{")

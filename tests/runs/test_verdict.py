@@ -203,6 +203,7 @@ def test_the_first_error_counts_and_what_it_needs_decides():
 
 
 def test_a_run_folder_is_judged_and_keeps_its_verdicts(tmp_path):
+    (tmp_path / "run.lock").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     write_failure(tmp_path, error_of(LocalFault("rank 1 ran out of memory"), rank=1))
     HangRecord(0.0, "of an earlier attempt", ()).write(tmp_path)
