@@ -8,7 +8,6 @@ registered_like_te(model) parameters in the order of transformer-engine's module
 """
 
 import contextlib
-import multiprocessing
 import queue
 from collections.abc import Iterator
 from functools import partial
@@ -38,7 +37,7 @@ class OnCPU(TorchFunctionMode):
 
 def patch_for_cpu() -> None:
     """Megatron-core without a GPU, transformer-engine and psutil."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -71,9 +70,9 @@ def patch_for_cpu() -> None:
     filesystem_async._process_memory = lambda: 0
     patch_writer(filesystem_async)
     # the server of megatron-core's own queue would outlive the rank
-    filesystem_async._results_queue = queue_of_results()
-    # it forks writers, which a rank of the harness may not
-    multiprocessing.current_process()._config["daemon"] = False
+    filesystem_async._results_queue = queue.Queue()
+    for module in (filesystem_async, async_utils):
+        module.mp = SimpleNamespace(get_context=lambda _: InThisProcess)
 
 
 def core_version() -> tuple[int, int]:
@@ -83,11 +82,26 @@ def core_version() -> tuple[int, int]:
     return package_info.MAJOR, package_info.MINOR
 
 
-def queue_of_results() -> Any:
-    """A queue for what was written: by a process before 0.15, by this one since."""
-    if core_version() < (0, 15):
-        return multiprocessing.get_context("fork").Queue()
-    return queue.Queue()
+class InThisProcess:
+    """What megatron-core takes of a context of multiprocessing: a process is a call.
+
+    It forks for every save and for every file, which takes long, and which a rank of the harness
+    may not.
+    """
+
+    Queue = JoinableQueue = queue.Queue
+
+    class Process:
+        """A call that has ended when `start` returns."""
+
+        def __init__(self, *, target: Any, args: Any = (), kwargs: Any = None) -> None:
+            self.start = partial(target, *args, **(kwargs or {}))
+
+        def is_alive(self) -> bool:
+            return False
+
+        def join(self) -> None:
+            pass
 
 
 def patch_writer(filesystem_async: Any) -> None:
