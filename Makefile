@@ -29,7 +29,7 @@ OLDER_TRITON := triton==3.6.0
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheelhouse peers kernels train test pairs layouts mutants check format bench bench-plan dry-run gpu-check docs build clean
+.PHONY: help install wheelhouse peers kernels train test pairs layouts mutants check format bench bench-plan dry-run prove gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -85,6 +85,10 @@ dry-run: $(READY) ## the step of the largest recipes on 2,048 and 16,384 ranks, 
 	$(RUN) -m nanotrain dry-run +config=deepseek_v3 --world-size 2048
 	$(RUN) -m nanotrain dry-run +config=llama70b --world-size 16384 --tensor-model-parallel-size 8 --sequence-parallel \
 	    --pipeline-model-parallel-size 8 --global-batch-size 2048
+
+prove: $(READY) ## 2,000 random layouts of all recipes by types of tensors, and planted bugs (minutes)
+	OMP_NUM_THREADS=1 $(RUN) scripts/prove layouts $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) scripts/prove bugs
 
 gpu-check: $(READY) ## four checks of a GPU machine, ten minutes each; ARGS=kernels, headline, recipes or fp8 for one; code 2 without a GPU
 	@$(RUN) scripts/gpu_check $(ARGS)

@@ -87,7 +87,11 @@ def prove(config: Config, world_size: int) -> Proof:
         TopologyError: the groups of the layout have no common axes.
     """
     small = shrink(config, world_size, num_steps=1)
-    small = replace(small, precision=replace(config.precision, fp8=None))
+    small = replace(
+        small,
+        precision=replace(config.precision, fp8=None),
+        optim=replace(small.optim, clip_grad=config.optim.clip_grad),
+    )
     small = with_values(small, read_table("settings", folder=DRY_RUN))
     small = _with_few_microbatches(small, world_size)
     topology = Topology.of(small.parallel, world_size, has_experts=small.model.moe is not None)

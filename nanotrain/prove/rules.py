@@ -365,6 +365,9 @@ class TypedRecorder(Recorder):
             mask = self.axes.ends
         cleared = kind._replace(varying=kind.varying & ~mask, partial=kind.partial & ~mask)
         if call.size.endswith((" max", " min")):
+            if kind.factor is not None:
+                what = f"extremes of the gradient of {kind.name} are taken"
+                self._wrong_sum(what, call, mask=mask)
             return cleared
         is_mean = call.size.endswith(" avg")
         if kind.factor is not None:

@@ -1,0 +1,30 @@
+"""The bugs of tests/prove/bugs.yaml, which `make prove` plants: each is at one place of the tree."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.scripts import load_script
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("prove")
+
+
+def test_every_bug_is_planted_at_one_place(script: ModuleType) -> None:
+    rows = list(script.planted())
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        text = (ROOT / row["file"]).read_text()
+        assert text.count(row["find"]) == 1, row["name"]
+        compile(text.replace(row["find"], row["replace"]), row["file"], "exec")
+
+
+def test_drawn_layouts_are_of_all_recipes(script: ModuleType) -> None:
+    generator = script.random.Random(0)
+    lines = [script.draw(generator).line for _ in range(200)]
+    assert {line.split()[0] for line in lines} == {f"+config={name}" for name in script.recipes()}
