@@ -2,6 +2,7 @@
 
     ParallelContext.start     from torchrun's environment; without it, one rank and no process group
     ParallelContext.attach    on a default process group that exists already (tests, notebooks)
+    ParallelContext.rejoin    leave all groups and form those of another topology
     Launch                    torchrun's environment variables; their only reader
 
 Groups with the same ranks share one process group, whatever their names; groups of one rank have
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,12 @@ from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group, TrafficCounter
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.meeting import require_host
-from nanotrain.comm.process_groups import create_control, create_groups, join_world
+from nanotrain.comm.process_groups import (
+    create_control,
+    create_groups,
+    join_world,
+    rejoin_world,
+)
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.system import keep_freed_memory
@@ -93,6 +100,13 @@ def _number(
     raise EnvironmentFault(f"{name} is {shown(text)} in the environment", why=why, fix=_START)
 
 
+class JoinedRanks(NamedTuple):
+    """The groups of all ranks while a topology is replaced by another one."""
+
+    world: Group  # for tensors
+    control: Group  # for objects, over gloo
+
+
 class ParallelContext:
     """This rank's device and groups; created by `start` or `attach`.
 
@@ -109,23 +123,35 @@ class ParallelContext:
         heartbeat: record of what this rank does, for the watchdog.
         timeout_s: seconds that a collective waits for a slow or lost rank.
         store: the key-value store at which the ranks met.
+        is_member: whether this rank is one of the topology; False once a smaller one left it out.
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
-        self.topology = topology
         self.rank = rank
         self.device = device
-        self.coords = topology.coords(rank)
-        self.coords_text = topology.coords_text(rank)
         self.traffic = TrafficCounter()
         self.heartbeat = Heartbeat()
-        self._group = partial(
-            Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat
-        )
         self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
-        self.control = self._group(GroupSpec.single_rank("control", rank))
+        self._num_topologies = 0
+        self._joined: JoinedRanks | tuple[()] = ()  # of the last `rejoin`
+        self._set_topology(topology)
+
+    def _set_topology(self, topology: Topology) -> None:
+        """Take the place of this rank in a topology, without groups."""
+        self.topology = topology
+        self.is_member = self.rank < topology.world_size
+        self._num_topologies += 1
+        self.coords: dict[str, int] = {}
+        self.coords_text = ""
+        if self.is_member:
+            self.coords = topology.coords(self.rank)
+            self.coords_text = topology.coords_text(self.rank)
+        self._group = partial(
+            Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat
+        )
+        self.control = self._group(GroupSpec.single_rank("control", self.rank))
 
     def group(self, name: GroupName) -> Group:
         """This rank's group of that name ("tp", "dp_shard", ...)."""
@@ -190,22 +216,60 @@ class ParallelContext:
         """Create the process groups of all group names and the tree of control groups."""
         self.timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
-        specs = self.topology.group_specs(self.rank)
-        world = specs["world"]
-        if world.size > 1:
+        specs = self.topology.group_specs(self.rank) if self.is_member else {}
+        world_size = self.topology.world_size
+        if world_size > 1:
             self.store = dist.distributed_c10d._get_default_store()
-            # this rank's groups of the tree, from the leaves up
-            tree = []
-            for ranks, process_group in create_control(self.rank, world.size, timeout=timeout):
-                spec = GroupSpec("control", ranks, ranks.index(self.rank))
-                tree.append(self._group(spec, process_group))
-            spec = GroupSpec("control", world.ranks, world.index)
-            self.control = tree[0] if tree[0].size == world.size else self._group(spec, levels=tree)
+            if self.is_member:
+                self.control = self._control_of(world_size, timeout=timeout)
         process_groups = create_groups(self.topology, self.rank, timeout=timeout)
         self.groups = {
             name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()
         }
         return self
+
+    def _control_of(self, num_ranks: int, *, timeout: timedelta) -> Group:
+        """A group of the first ranks for objects: one gloo group, or a tree of them."""
+        tree = []  # this rank's groups, from the leaves up
+        for ranks, process_group in create_control(self.rank, num_ranks, timeout=timeout):
+            spec = GroupSpec("control", ranks, ranks.index(self.rank))
+            tree.append(self._group(spec, process_group))
+        if tree[0].size == num_ranks:
+            return tree[0]
+        spec = GroupSpec("control", tuple(range(num_ranks)), self.rank)
+        return self._group(spec, levels=tree)
+
+    def rejoin(self, topology: Topology) -> JoinedRanks:
+        """Leave all groups and form those of another topology; every rank calls this.
+
+        No collective may be under way, and nothing built on the old groups may be used afterwards.
+
+        Args:
+            topology: topology of as many ranks as there are now, or of the first of them. The other
+                ranks then are no members of any of its groups.
+
+        Returns:
+            The groups of all ranks before, members or not.
+        """
+        num_ranks = self.topology.world_size
+        timeout_s = self.timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        self._release()
+        self._set_topology(topology)
+        everyone = tuple(range(num_ranks))
+        joined = JoinedRanks(
+            world=self._group(GroupSpec.single_rank("world", self.rank)), control=self.control
+        )
+        if num_ranks > 1:
+            name = f"topology-{self._num_topologies}"
+            rejoin_world(name, world_size=num_ranks, timeout=timeout)
+            joined = JoinedRanks(
+                world=self._group(GroupSpec("world", everyone, self.rank), dist.group.WORLD),
+                control=self._control_of(num_ranks, timeout=timeout),
+            )
+        self._joined = joined
+        self._with_groups(timeout_s)
+        return joined
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of operations that start from now on; every rank calls this."""
@@ -215,8 +279,19 @@ class ParallelContext:
 
     def _destroy(self) -> None:
         """Destroy all process groups, including those that a `Group` still refers to."""
-        # A gloo group that lives until the interpreter exits sometimes aborts the process
-        # ("terminate called").
-        for group in (*self.groups.values(), self.control):
-            group.release()
+        self._release()
+        if dist.get_backend() == "nccl" and dist.get_world_size() > self.topology.world_size:
+            # NCCL would wait for the ranks that have left
+            dist.distributed_c10d._abort_process_group()
+            return
         dist.destroy_process_group()
+
+    def _release(self) -> None:
+        """Drop all references to process groups.
+
+        A gloo group that lives until the interpreter exits sometimes aborts the process ("terminate
+        called").
+        """
+        for group in (*self.groups.values(), self.control, *self._joined):
+            group.release()
+        self._joined = ()

@@ -1,6 +1,7 @@
 """Creates torch's process groups; the only file that does.
 
 join_world        the default process group, at the store where the ranks met
+rejoin_world      the default process group again, once all others are destroyed
 create_groups     one per distinct set of ranks of this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from nanotrain.comm.device import process_group_device
 from nanotrain.comm.meeting import meet
@@ -51,6 +53,35 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
         ) from error
 
 
+def rejoin_world(name: str, *, world_size: int, timeout: timedelta) -> None:
+    """Destroy all process groups and create the default one again.
+
+    Every rank calls this, with no collective under way.
+
+    Args:
+        name: prefix of the new groups' keys in the store, which still has those of the old groups.
+        world_size: number of ranks; fewer than before where the last ones have left.
+        timeout: timeout of its collectives.
+    """
+    world: Any = dist.group.WORLD
+    backend = dist.get_backend()
+    bound = getattr(world, "bound_device_id", None)
+    rank = dist.get_rank()
+    store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        pg_options=_options(backend, timeout=timeout),
+        device_id=bound,
+    )
+    if bound is not None:
+        _name_ranks(bound, world_size)
+
+
 def _name_ranks(device: torch.device, world_size: int) -> None:
     """Give the world's backend the ranks that splits of it read.
 
@@ -67,19 +98,22 @@ def create_groups(
 ) -> dict[Ranks, dist.ProcessGroup | None]:
     """Create a process group for every distinct set of several ranks that a rank is in.
 
-    The world is included.
+    The world is included: the default process group, or its first ranks in a smaller topology.
     """
-    if topology.world_size == 1:
+    all_ranks = tuple(range(topology.world_size))
+    world = _first_ranks(all_ranks, timeout=timeout)
+    if topology.world_size == 1 or rank not in all_ranks:
         return {}
-    groups: dict[Ranks, dist.ProcessGroup | None] = {
-        tuple(range(topology.world_size)): dist.group.WORLD
-    }
+    groups: dict[Ranks, dist.ProcessGroup | None] = {all_ranks: world}
     if _can_split():
         # All ranks of the world take part in every split, in the same order; a rank in none of the
         # groups gets None.
         for name, parts in partitions(topology).items():
             split = dist.split_group(
-                split_ranks=[list(part) for part in parts], timeout=timeout, group_desc=name
+                parent_pg=world,
+                split_ranks=[list(part) for part in parts],
+                timeout=timeout,
+                group_desc=name,
             )
             groups |= {part: split for part in parts if rank in part}
         _check_sizes(groups)
@@ -91,6 +125,20 @@ def create_groups(
         if spec.size > 1 and spec.ranks not in groups and name not in UNCONNECTED:
             groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
     return groups
+
+
+def _first_ranks(ranks: Ranks, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The default process group, or a new group of its first ranks; None for other ranks."""
+    if not dist.is_initialized() or len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if _can_split():  # all ranks take part
+        split: dist.ProcessGroup | None = dist.split_group(
+            split_ranks=[list(ranks)], timeout=timeout, group_desc="world"
+        )
+        return split
+    if len(ranks) == 1 or dist.get_rank() not in ranks:
+        return None
+    return _new_group("world", ranks, timeout=timeout)
 
 
 def create_control(

@@ -65,7 +65,7 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.parts.table import build_parts
-from nanotrain.train.resume.restore import load_pretrained, restore
+from nanotrain.train.resume.restore import load_pretrained, restore, take_over
 from nanotrain.train.run import Run, RunInputs, StepSchedules, TrainState
 
 COMPILER = "install gcc and the headers of Python (python3-dev), and see that CC names a compiler"
@@ -115,7 +115,8 @@ def _build_model(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> 
     """Stages and optimizer of this rank; with initial weights unless saved weights are loaded."""
     config = plan.config
     stages = build_stages(plan, context)
-    if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
+    starts_anew = inputs.checkpoint is None and inputs.live is None
+    if starts_anew and config.checkpoint.pretrained_checkpoint is None:
         for stage in stages.values():
             for dp in stage.callbacks:
                 dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
@@ -479,7 +480,12 @@ def _open_batches(
 def _load_start(
     model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer
 ) -> TrainState:
-    """Load the checkpoint or Hugging Face folder that a run starts from; returns its counters."""
+    """Load what a run starts from; returns its counters.
+
+    Memory of the ranks, a checkpoint, or a Hugging Face folder.
+    """
+    if inputs.live is not None:
+        return take_over(inputs.live, model=model, parts=parts)
     pretrained = model.config.checkpoint.pretrained_checkpoint
     if inputs.checkpoint is None and pretrained is None:
         return TrainState()

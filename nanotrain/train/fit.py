@@ -51,7 +51,7 @@ def fit(
         run: result of `build_run`.
         hooks: hooks in the order of calls; they are closed in reverse.
         end: first sample that another run trains on, built from the last checkpoint of this one;
-            None: the run ends with its steps.
+            None: the run ends with its steps, or with its `stop.successor`.
         started: monotonic time from which `exit_duration_in_mins` counts; None: now.
 
     Returns:
@@ -82,7 +82,7 @@ class _Loop:
     ) -> None:
         self.run = run
         self.hooks = hooks
-        self.is_at_end = False  # whether the loop ended at sample `end` for no other reason
+        self.is_at_end = False  # whether the loop ended because another run follows
         self._end = end
         self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # error of this rank since the last step
@@ -292,10 +292,13 @@ class _Loop:
         if train.exit_interval and step != self._first_step and step % train.exit_interval == 0:
             log.info("stopping after step %d: --exit-interval %d", step, train.exit_interval)
             return True
-        self.is_at_end = self._end is not None and self.run.state.consumed_samples >= self._end
+        is_past = self._end is not None and self.run.state.consumed_samples >= self._end
+        self.is_at_end = is_past or self.run.stop.successor is not None
         return self.is_at_end
 
     def _wants_stop(self) -> bool:
+        if self.run.inputs.live is not None and not self._has_stepped:
+            return False  # the state is nowhere else: hooks save it once there was a step
         if self.run.stop:
             return True
         limit = self.run.config.train.exit_duration_in_mins

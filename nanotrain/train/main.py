@@ -38,6 +38,7 @@ from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.failures import recording
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
+from nanotrain.runs.relayout import with_recorded_layout
 from nanotrain.scheduler import require_one_task
 from nanotrain.system import core_limit, importing_torch, outlive_output, usable_cores
 
@@ -113,6 +114,7 @@ def train(loaded: Loaded) -> None:
 def _train(loaded: Loaded) -> None:
     require_one_task(os.environ)
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
+    loaded = with_recorded_layout(loaded, world_size)
     validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
     _prepare_environment()
     with importing_torch():

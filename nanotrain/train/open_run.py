@@ -51,6 +51,7 @@ from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.stragglers import StragglerHook
+from nanotrain.train.hooks.relayout import RelayoutHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resume.changed_lr import log_changed_lr
@@ -200,7 +201,7 @@ def _hooks_at_end(config: Config, tokenizer: str | None) -> list[Hook]:
         hooks.append(NotifyHook())
     if is_address(train.run_dir or ""):
         hooks.append(UploadHook())
-    return hooks
+    return [*hooks, RelayoutHook()]
 
 
 # texts of plain RuntimeErrors

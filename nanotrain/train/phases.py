@@ -1,8 +1,10 @@
-"""Phases of a run: stages of the data that train other parameters (`--train-only STAGE=PATTERN`).
+"""Phases of a run, each built anew in the same process.
 
-At the border of two phases the run saves a checkpoint, is built again with buffers and state for
-the other parameters, and goes on from the checkpoint: what a stop and a resume with other patterns
-would do, in one process. Without such stages a run is one phase.
+    stages of the data that train other parameters   goes on from a checkpoint that it saves
+        (`--train-only STAGE=PATTERN`)
+    another layout (`run.stop.successor`)            goes on from the memory of the ranks
+
+A phase does what a stop and a resume would do. Without such stages and requests a run is one phase.
 """
 
 import gc
@@ -18,11 +20,12 @@ from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_bounds
 from nanotrain.config.optim import has_trained_stages
 from nanotrain.log import get_logger
-from nanotrain.plan.memory_plan import MemoryPlan
+from nanotrain.plan.memory_plan import MemoryPlan, worst_memory
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.spec.trainable import TrainableSet
 from nanotrain.train.fit import fit
 from nanotrain.train.open_run import open_run
+from nanotrain.train.resume.in_place import HeldRun, go_on, hold_state, record
 from nanotrain.train.resume.restore import parse_train_state
 from nanotrain.train.run import RunInputs, TrainState
 from nanotrain.train.same_start import require_same_start
@@ -62,7 +65,7 @@ def largest_memory(config: Config, plan_memory: Callable[[Config], MemoryPlan]) 
 def train_in_phases(
     plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None = None
 ) -> None:
-    """Train a run to its end.
+    """Train a run to its end, or until this rank is left out of its layout.
 
     Args:
         plan: plan of this rank, for any stage of the data.
@@ -70,27 +73,46 @@ def train_in_phases(
         context: device and process groups of this rank.
         planned: memory of the worst rank, for the summary.
     """
-    if not has_trained_stages(plan.config.optim):
-        with open_run(plan, inputs, context=context, planned=planned) as (run, hooks):
-            fit(run, hooks)
-        return
     started = time.monotonic()
-    inputs = require_same_start(plan, inputs, context=context)
+    held: HeldRun | None = None
     while True:
-        state = run_on_first(context.control, partial(_saved_state, plan.config, inputs))
-        phase = phase_at(plan, state)
-        world_size = plan.topology.world_size
-        plan = plan_run(plan.config, world_size, rank=plan.rank, stage=phase.stage)
+        plan, inputs, end = _begin_phase(plan, inputs, context=context)
         with open_run(plan, inputs, context=context, planned=planned) as (run, hooks):
-            goes_on = fit(run, hooks, end=phase.end, started=started)
-            checkpoint = run.checkpointer.latest() if goes_on else None
+            if held is not None:
+                record(run, held)
+            goes_on = fit(run, hooks, end=end, started=started)
+            held = hold_state(run) if goes_on and run.stop.successor is not None else None
+            checkpoint = run.checkpointer.latest() if goes_on and held is None else None
         del run, hooks  # their memory is free before the next phase is built
-        if checkpoint is None:
-            return
-        log.info("the next stage of the data trains other parameters, from %s", checkpoint.name)
         gc.collect()  # hooks and buffers of the phase refer to each other
+        if held is not None:
+            following = go_on(held, inputs, context=context)
+            if following is None:
+                return
+            plan, inputs = following
+            planned = worst_memory(
+                plan.config, plan.topology.world_size, device=context.device.type
+            )
+        elif checkpoint is not None:
+            log.info("the next stage of the data trains other parameters, from %s", checkpoint.name)
+            inputs = replace(inputs, checkpoint=checkpoint, is_resumed=True, begins_phase=True)
+        else:
+            return
         plan = replace(plan, config=_going_on(plan.config))
-        inputs = replace(inputs, checkpoint=checkpoint, is_resumed=True, begins_phase=True)
+
+
+def _begin_phase(
+    plan: Plan, inputs: RunInputs, *, context: ParallelContext
+) -> tuple[Plan, RunInputs, int | None]:
+    """Plan and inputs of the phase that begins, and the first sample of the next one."""
+    if not has_trained_stages(plan.config.optim):
+        return plan, inputs, None
+    inputs = require_same_start(plan, inputs, context=context)
+    state = run_on_first(context.control, partial(_saved_state, plan.config, inputs))
+    phase = phase_at(plan, state)
+    world_size = plan.topology.world_size
+    plan = plan_run(plan.config, world_size, rank=plan.rank, stage=phase.stage)
+    return plan, inputs, phase.end
 
 
 def phase_at(plan: Plan, state: TrainState) -> Phase:
@@ -114,6 +136,8 @@ def _last_begun(starts: Sequence[int], sample: int) -> int:
 
 def _saved_state(config: Config, inputs: RunInputs) -> TrainState:
     """The counters that the run starts with."""
+    if inputs.live is not None:
+        return parse_train_state(inputs.live.manifest)
     if inputs.checkpoint is None or config.checkpoint.finetune:
         return TrainState()
     try:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.run_memory import RunMemory
+from nanotrain.checkpoint.live import LiveCheckpoint
 from nanotrain.comm.stop_point import StopPoint
+from nanotrain.config.config import Config
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
@@ -87,12 +89,22 @@ class StepSchedules:
         return self._last
 
 
+@dataclass(frozen=True)
+class Successor:
+    """The run that goes on from the state in memory, built again with another configuration."""
+
+    config: Config
+    world_size: int  # ranks that stay, the first ones
+    request: Mapping[str, Any]  # for the record
+
+
 @dataclass
 class StopRequest:
-    """Signals that this rank received; the run stops, or saves, on all ranks."""
+    """Reasons to stop: signals that this rank received, or a successor; on all ranks."""
 
     signal: int | None = None  # ends the run at the next step, validation batch or microbatch
     wants_save: bool = False  # received SIGUSR1 since the last step
+    successor: Successor | None = None  # goes on after this step; equal on all ranks
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -147,6 +159,8 @@ class RunInputs:
     begins_phase: bool = False  # whether this process wrote `checkpoint`, at a border of phases
     # key of the configuration -> source of its value
     origins: Mapping[str, str] = field(default_factory=dict)
+    # state in the memory of the ranks, to go on from; None: from `checkpoint`
+    live: LiveCheckpoint | None = None
     # False: another rank looks for it, and `require_same_start` sets it
     reads_checkpoint: bool = True
     tasks: tuple[Task, ...] = ()  # scored at every validation

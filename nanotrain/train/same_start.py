@@ -87,7 +87,8 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     return replace(
         inputs,
         checkpoint=checkpoint,
-        is_resumed=checkpoint is not None and plan.config.checkpoint.load is None,
+        is_resumed=(checkpoint is not None or inputs.live is not None)
+        and plan.config.checkpoint.load is None,
     )
 
 

@@ -55,7 +55,7 @@ class AverageSavesHook(Hook):
             return
         self._folder = run.folder.path
         remove_averages_after(step, self._folder)
-        if not _is_own(run.inputs.checkpoint, self._folder):
+        if run.inputs.live is None and not _is_own(run.inputs.checkpoint, self._folder):
             self._after = step
         self._considered = max((found for found in self._steps() if found <= step), default=-1)
 

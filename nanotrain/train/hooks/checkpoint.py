@@ -43,8 +43,9 @@ class CheckpointHook(Hook):
 
     def before_training(self, run: Run) -> None:
         self._report = None  # a report from before does not count
-        self._saved_step = run.state.step  # a resumed step is already on disk
-        self._saved_updates = run.optimizer.num_updates
+        if run.inputs.live is None:
+            self._saved_step = run.state.step  # a resumed step is already on disk
+            self._saved_updates = run.optimizer.num_updates
 
     def begin_writing(self, run: Run, *, step: int) -> None:
         _rename_later(run, step=step)
@@ -80,7 +81,8 @@ class CheckpointHook(Hook):
 
     def after_training(self, run: Run) -> None:
         self._finish(run)
-        if self._saved_step != run.state.step:
+        goes_on = run.stop.successor is not None  # from memory
+        if self._saved_step != run.state.step and not goes_on:
             self._save_last(run)
 
     def after_failure(self, run: Run) -> None:

@@ -2,6 +2,7 @@
 
     restore             tensors, optimizer state and counters, from the newest intact checkpoint of
                         the run
+    take_over           the same from the memory of the ranks
     load_pretrained     weights of a Hugging Face folder (`--pretrained-checkpoint`)
     changed_settings    settings that change the loss and differ from those of the checkpoint
     changed_decay       another number of steps, where it moves the learning rate
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, vocabulary_rows, weights_alone
+from nanotrain.checkpoint.live import LiveCheckpoint
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.checkpoint.store import describe_not_finite, none_usable, step_of
 from nanotrain.config.config import Config, DataConfig
@@ -114,10 +116,32 @@ def restore(
     return state
 
 
+def take_over(source: LiveCheckpoint, *, model: BuiltModel, parts: StepParts) -> TrainState:
+    """Fill a model from the memory of the ranks, and start the all-gather of the parameters.
+
+    Every rank of the new layout calls this, the others `LiveCheckpoint.leave`.
+    """
+    path = Path("the memory of the ranks")
+    targets = model.optimizer.state_tensors() | parts.tensors()
+    manifest, state = _read_checkpoint(
+        path,
+        checkpointer=source,
+        targets=targets,
+        model=model,
+        parts=parts,
+        config=model.config,
+    )
+    missing = parts.missing(targets, manifest, weights_alone=False)
+    parts.restored(missing, checkpoint=path)
+    source.release()
+    model.start_param_gather()
+    return state
+
+
 def _read_checkpoint(
     start: Path,
     *,
-    checkpointer: Checkpointer,
+    checkpointer: Checkpointer | LiveCheckpoint,
     targets: Mapping[TensorBox, Tensor],
     model: BuiltModel,
     parts: StepParts,
