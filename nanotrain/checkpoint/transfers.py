@@ -13,8 +13,9 @@ far sends it.
     one transfer: 2 and 3 from rank 0 to rank 1; all others stay
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from nanotrain.spec.boxes import Box, TensorBox
 
 # Bytes that a rank sends, and that it receives, in one round: the buffers of a relayout.
 ROUND_BYTES = 64 * 2**20
+_FULL = 3 / 4  # share of a round from which no space is looked for in it
 PIECE_BYTES = 16 * 2**20  # bytes of a transfer; small against a round, so that rounds are filled
 
 
@@ -110,26 +112,80 @@ def plan_transfers(
     Raises:
         NotHeld: no rank holds an element that a rank needs.
     """
-    holders = _holders(held)
     sent_bytes = [0] * len(held)
     kept: list[Transfer] = []
     sent: list[Transfer] = []
-    for rank, boxes in enumerate(wanted):
-        for target in boxes:
-            sources = holders.get(target.name)
-            if sources is None:
-                raise NotHeld(f"no rank holds {target.name}")
-            size = element_bytes[target.name]
-            missing = [target.box]
-            for index in sources.overlapping(target.box, rank=rank):
-                copies, missing = _take(sources, index, target, missing, rank=rank, size=size)
-                kept.extend(copies)
-            for region in missing:
-                for piece in split_box(region, size, limit=PIECE_BYTES):
-                    sent += _plan_piece(
-                        piece, target, sources, rank=rank, size=size, load=sent_bytes
-                    )
+    for bundle in _bundles(held, wanted):
+        size = sum(element_bytes[name] for name in bundle.names)
+        for transfer in _plan_bundle(bundle, size=size, load=sent_bytes):
+            chosen = kept if transfer.source == transfer.destination else sent
+            for name in bundle.names:
+                chosen.append(_named(transfer, name, element_bytes[name]))
     return TransferPlan(tuple(kept), tuple(sent))
+
+
+class _Bundle(NamedTuple):
+    """Tensors whose boxes are the same on all ranks, as a weight and its moments: planned once."""
+
+    names: list[str]
+    held: tuple[tuple[int, TensorBox], ...]  # rank and box, of the first name
+    wanted: tuple[tuple[int, TensorBox], ...]
+
+
+def _bundles(
+    held: Sequence[Iterable[TensorBox]], wanted: Sequence[Iterable[TensorBox]]
+) -> Iterator[_Bundle]:
+    """The wanted tensors, those with the same boxes together.
+
+    Raises:
+        NotHeld: no rank holds a part of one.
+    """
+    holders = _by_name(held)
+    targets = _by_name(wanted)
+    bundles: dict[Any, _Bundle] = {}
+    for name, entries in targets.items():
+        if name not in holders:
+            raise NotHeld(f"no rank holds {name}")
+        geometry = (_boxes_of(holders[name]), _boxes_of(entries))
+        first = _Bundle([], tuple(holders[name]), tuple(entries))
+        bundles.setdefault(geometry, first).names.append(name)
+    yield from bundles.values()
+
+
+def _by_name(boxes: Sequence[Iterable[TensorBox]]) -> dict[str, list[tuple[int, TensorBox]]]:
+    """The ranks with boxes of each tensor, and the boxes."""
+    entries: dict[str, list[tuple[int, TensorBox]]] = {}
+    for rank, chosen in enumerate(boxes):
+        for box in chosen:
+            entries.setdefault(box.name, []).append((rank, box))
+    return entries
+
+
+def _boxes_of(entries: Iterable[tuple[int, TensorBox]]) -> tuple[Any, ...]:
+    return tuple((rank, box.shape, box.box) for rank, box in entries)
+
+
+def _named(transfer: Transfer, name: str, size: int) -> Transfer:
+    """A transfer of a bundle, for one of its tensors."""
+    return replace(
+        transfer,
+        held=replace(transfer.held, name=name),
+        wanted=replace(transfer.wanted, name=name),
+        nbytes=transfer.box.numel * size,
+    )
+
+
+def _plan_bundle(bundle: _Bundle, *, size: int, load: list[int]) -> Iterator[Transfer]:
+    """Copies inside ranks and transfers of a bundle; adds to the load of the senders."""
+    sources = _Holders(bundle.held)
+    for rank, target in bundle.wanted:
+        missing = [target.box]
+        for index in sources.overlapping(target.box, rank=rank):
+            copies, missing = _take(sources, index, target, missing, rank=rank, size=size)
+            yield from copies
+        for region in missing:
+            for piece in split_box(region, size, limit=PIECE_BYTES):
+                yield from _plan_piece(piece, target, sources, rank=rank, size=size, load=load)
 
 
 def schedule_rounds(
@@ -137,36 +193,49 @@ def schedule_rounds(
 ) -> tuple[tuple[Transfer, ...], ...]:
     """Assign transfers to rounds: in each, a rank sends at most `limit` bytes and receives as many.
 
-    A transfer of more than `limit` bytes has a round of its own. The first round with space for a
+    A transfer of more than `limit` bytes is alone in its round. The first round with space for a
     transfer takes it.
     """
-    sends: dict[int, list[int]] = {}
-    receives: dict[int, list[int]] = {}
+    sends: dict[int, _Filled] = {}
+    receives: dict[int, _Filled] = {}
     rounds: list[list[Transfer]] = []
     for transfer in _interleaved(transfers):
-        sent = sends.setdefault(transfer.source, [])
-        received = receives.setdefault(transfer.destination, [])
-        index = 0
-        while not _has_space(sent, received, index=index, nbytes=transfer.nbytes, limit=limit):
+        sent = sends.setdefault(transfer.source, _Filled(limit))
+        received = receives.setdefault(transfer.destination, _Filled(limit))
+        nbytes = transfer.nbytes
+        index = max(sent.first_open, received.first_open)
+        while not (sent.has_space(index, nbytes) and received.has_space(index, nbytes)):
             index += 1
-        for totals in (sent, received):
-            totals.extend([0] * (index + 1 - len(totals)))
-            totals[index] += transfer.nbytes
+        sent.add(index, nbytes)
+        received.add(index, nbytes)
         while len(rounds) <= index:
             rounds.append([])
         rounds[index].append(transfer)
-    return tuple(tuple(chosen) for chosen in rounds)
+    return tuple(tuple(chosen) for chosen in rounds if chosen)
 
 
-def _has_space(
-    sent: Sequence[int], received: Sequence[int], *, index: int, nbytes: int, limit: int
-) -> bool:
-    """Whether a round has space for a transfer, at its source and at its destination."""
-    for totals in (sent, received):
-        total = totals[index] if index < len(totals) else 0
-        if total and total + nbytes > limit:
-            return False
-    return True
+class _Filled:
+    """Bytes of one rank, sent or received, by round."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._totals: list[int] = []
+        self.first_open = 0  # rounds before it are full, or nearly
+
+    def has_space(self, index: int, nbytes: int) -> bool:
+        """Whether a round has space; an empty one has it for any number of bytes."""
+        total = self._totals[index] if index < len(self._totals) else 0
+        return not total or total + nbytes <= self._limit
+
+    def add(self, index: int, nbytes: int) -> None:
+        """Count bytes in a round."""
+        self._totals.extend([0] * (index + 1 - len(self._totals)))
+        self._totals[index] += nbytes
+        while self.first_open < len(self._totals) and self._is_full(self.first_open):
+            self.first_open += 1
+
+    def _is_full(self, index: int) -> bool:
+        return self._totals[index] > self._limit * _FULL
 
 
 def _interleaved(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -203,15 +272,6 @@ class _Holders:
 def _rows(corners: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
     """[number of boxes, number of dims]."""
     return np.array(corners, dtype=np.int64).reshape(len(corners), -1)
-
-
-def _holders(held: Sequence[Iterable[TensorBox]]) -> dict[str, _Holders]:
-    """The ranks that hold each tensor, by name."""
-    entries: dict[str, list[tuple[int, TensorBox]]] = {}
-    for rank, boxes in enumerate(held):
-        for box in boxes:
-            entries.setdefault(box.name, []).append((rank, box))
-    return {name: _Holders(chosen) for name, chosen in entries.items()}
 
 
 def _plan_piece(

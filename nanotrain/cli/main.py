@@ -30,6 +30,7 @@ from nanotrain.cli.parser import Command, CommandParser, run_command
 from nanotrain.cli.plan import plan
 from nanotrain.cli.prepare import prepare
 from nanotrain.cli.prove import prove
+from nanotrain.cli.relayout import relayout
 from nanotrain.cli.runs import compare, report, runs, timeline, watch
 from nanotrain.cli.sweep import sweep
 from nanotrain.cli.topology import topology
@@ -138,6 +139,7 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": checkpoint,
     "data": data,
     "family": family,
+    "relayout": relayout,
     "evaluate": evaluate,
     "generate": generate,
     "report": report,
