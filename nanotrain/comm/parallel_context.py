@@ -123,6 +123,7 @@ class ParallelContext:
         heartbeat: record of what this rank does, for the watchdog.
         timeout_s: seconds that a collective waits for a slow or lost rank.
         store: the key-value store at which the ranks met.
+        num_local_ranks: ranks of this machine, which share its memory.
         is_member: whether this rank is one of the topology; False once a smaller one left it out.
     """
 
@@ -134,6 +135,7 @@ class ParallelContext:
         self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
+        self.num_local_ranks = 1
         self._num_topologies = 0
         self._joined: JoinedRanks | tuple[()] = ()  # of the last `rejoin`
         self._set_topology(topology)
@@ -196,6 +198,7 @@ class ParallelContext:
             launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s)
         )
         context = cls(topology, launch.rank, device=chosen)
+        context.num_local_ranks = launch.local_world_size
         yield context._with_groups(timeout_s)
         context._destroy()
 

@@ -65,6 +65,7 @@ class Start:
     world_size: int
     # settings that differ from the start before: key -> (value before, value)
     changed: dict[str, Any]
+    in_place: bool = False  # a relayout of a running job: no process was started
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ def _start_of(row: dict[str, Any]) -> Start:
         time_s=finite_number(row["time_s"], "time_s"),
         world_size=whole_number(row["world_size"], "world_size"),
         changed=changed,
+        in_place=row.get("in_place") is True,
     )
 
 

@@ -145,7 +145,7 @@ def speed_facts(run: RunHistory) -> dict[str, Fact]:
     if run.repeated_s:
         repeated_h = sum(run.repeated_s) / 3600
         repeated = f"{len(run.repeated_s):,} steps again, {repeated_h:.2f} hours"
-    num_restarts = max(0, len(run.starts) - 1)
+    num_restarts = max(0, sum(not start.in_place for start in run.starts) - 1)
     throughput = run.typical("tokens_per_second", NEWEST_ROWS)
     mfu = run.typical("mfu", NEWEST_ROWS)
     goodput = run.last("goodput")
@@ -283,7 +283,10 @@ def starts_table(run: RunHistory) -> str:
     rows = []
     for start in run.starts:
         world_size = str(start.world_size)
-        rows.append((f"{start.step:,}", _time(start.time_s), world_size, changes_text(start)))
+        when = _time(start.time_s)
+        if start.in_place:
+            when += ", in place"
+        rows.append((f"{start.step:,}", when, world_size, changes_text(start)))
     return html_table(("after step", "started", "ranks", "changed settings"), rows)
 
 

@@ -6,6 +6,7 @@ runs/<name>/
   starts.jsonl       a JSON row per start of the run: step, time, ranks, changed settings
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
   data-order.jsonl   settings of the sample order, per start and rollback (`nanotrain data`)
+  relayout.jsonl     layouts after `nanotrain relayout`, by the step after which they begin
   data-mix.jsonl     stages after `nanotrain data mix`, by the step that they begin with
   hang-report.txt    which rank the others waited for; hang-report.json for programs
   failures/          the error that ended a rank, by rank
@@ -146,6 +147,7 @@ class RunFolder:
         step: int,
         world_size: int,
         origins: Mapping[str, str] | None = None,
+        in_place: bool = False,
     ) -> None:
         """Append a line to starts.jsonl.
 
@@ -157,6 +159,7 @@ class RunFolder:
             world_size: number of ranks.
             origins: key -> source of its value; values that nobody set at this start or at the last
                 one are no changed settings.
+            in_place: whether the processes went on, from the state in their memory.
 
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
@@ -174,6 +177,8 @@ class RunFolder:
             if value != before.get(key) and key not in unset:
                 changed[key] = (before.get(key), value)
         row = {"step": step, "time_s": time.time(), "world_size": world_size, "changed": changed}
+        if in_place:
+            row["in_place"] = True
         with (
             open_append(self.path / "starts.jsonl") as file,
             disk_errors(self.path / "starts.jsonl"),

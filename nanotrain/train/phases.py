@@ -75,12 +75,15 @@ def train_in_phases(
     """
     started = time.monotonic()
     held: HeldRun | None = None
+    received: int | None = None  # a signal that ends the run
     while True:
         plan, inputs, end = _begin_phase(plan, inputs, context=context)
         with open_run(plan, inputs, context=context, planned=planned) as (run, hooks):
             if held is not None:
                 record(run, held)
+            run.stop.signal = received
             goes_on = fit(run, hooks, end=end, started=started)
+            received = run.stop.signal
             held = hold_state(run) if goes_on and run.stop.successor is not None else None
             checkpoint = run.checkpointer.latest() if goes_on and held is None else None
         del run, hooks  # their memory is free before the next phase is built

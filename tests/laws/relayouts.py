@@ -1,9 +1,12 @@
 """Runs that change their layout while they go on, beside a stop and a resume in the new layout.
 
+random_pairs(n)      layouts of 2 to 8 ranks that a model may have, and that fit the batch
 changed(ctx, ...)    trains to BORDER in one layout and on in another, without a file in between
 resumed(ctx, ...)    the same with a checkpoint at BORDER, which is loaded in the other layout
 """
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.config.rules.check import validate_for_world
+from nanotrain.errors import NanotrainError
 from nanotrain.plan.plan import plan_run
 from nanotrain.runs.relayout import request_layout
 from nanotrain.topology.topology import Topology
@@ -25,6 +29,15 @@ SIZES = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-g
 SCHEDULE = f"--train-iters {STEPS} --save-interval {STEPS} --log-interval {BORDER}"
 
 
+DENSE = "--swiglu"
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias"""
+HYBRID = """--hybrid-layer-pattern M*M- --mamba-state-dim 8 --mamba-head-dim 8
+    --mamba-num-heads 8 --mamba-num-groups 4"""
+MODELS = (DENSE, EXPERTS, HYBRID)
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Flags of a layout, and its number of ranks."""
@@ -36,6 +49,49 @@ class Layout:
 def line(folder: Path, model: str, layout: Layout) -> list[str]:
     """The command line of a run."""
     return arguments(folder, SIZES, SCHEDULE, model, layout.flags)
+
+
+def random_pairs(count: int) -> Iterator[tuple[str, Layout, Layout]]:
+    """Models with two layouts each, the second on as many ranks or fewer; always the same ones."""
+    draw = random.Random(48)
+    found = 0
+    while found < count:
+        model = draw.choice(MODELS)
+        ranks = draw.randint(2, 8)
+        before = _random_layout(draw, model, ranks)
+        smaller = draw.random() < 0.25
+        after = _random_layout(draw, model, draw.randint(1, ranks) if smaller else ranks)
+        if before != after and fits(model, before) and fits(model, after):
+            found += 1
+            yield model, before, after
+
+
+def _random_layout(draw: random.Random, model: str, ranks: int) -> Layout:
+    """A layout that may not fit."""
+    sizes = {
+        "tensor-model-parallel-size": draw.choice((1, 2, 4)),
+        "pipeline-model-parallel-size": draw.choice((1, 1, 2)),
+        "context-parallel-size": draw.choice((1, 1, 2)),
+        "num-distributed-optimizer-instances": draw.choice((1, 1, 2)),
+        "micro-batch-size": draw.choice((1, 2)),
+    }
+    if model == EXPERTS:
+        sizes["expert-model-parallel-size"] = draw.choice((1, 2, 4))
+    words = [f"--{name} {size}" for name, size in sizes.items()]
+    words.append(f"--data-parallel-sharding-strategy {draw.choice(STRATEGIES)}")
+    return Layout(" ".join(words), ranks)
+
+
+def fits(model: str, layout: Layout) -> bool:
+    """Whether a run accepts a layout."""
+    flags = f"{SIZES} {SCHEDULE} {model} {layout.flags} --mock-data --vocab-size 100"
+    try:
+        config = load(["+config=tiny", *flags.split(), "--global-batch-size", "12"]).config
+        validate_for_world(config, layout.ranks)
+        plan_run(config, layout.ranks, rank=0)
+    except NanotrainError:
+        return False
+    return True
 
 
 def train(ctx: ParallelContext, words: list[str], *, num_ranks: int) -> ParallelContext:

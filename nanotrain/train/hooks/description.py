@@ -51,7 +51,13 @@ class DescriptionHook(Hook):
         text = to_yaml(config)
         world_size = run.context.topology.world_size
         origins = run.inputs.origins
-        folder.add_start(text, step=step, world_size=world_size, origins=origins)
+        folder.add_start(
+            text,
+            step=step,
+            world_size=world_size,
+            origins=origins,
+            in_place=run.inputs.live is not None,
+        )
         folder.write_description(text, self._entries(run), secret=config.train.notify)
         keep_tokenizer(run.inputs, config.checkpoint.pretrained_checkpoint)
 

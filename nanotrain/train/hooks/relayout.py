@@ -6,6 +6,7 @@ from nanotrain.log import get_logger
 from nanotrain.plan.plan import plan_run
 from nanotrain.runs.relayout import LayoutRequest, read_request, remove_request, with_layout
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.resume.in_place import require_room
 from nanotrain.train.run import Run, Successor
 from nanotrain.train.step_report import StepReport
 
@@ -46,7 +47,8 @@ def plan_successor(run: Run, request: LayoutRequest) -> Successor:
     """The run in the layout of a request; every rank finds the same.
 
     Raises:
-        ConfigError: the layout does not fit, or no step is left.
+        ConfigError: the layout does not fit the model, the ranks or their memory, or no step is
+            left.
         TopologyError: the ranks cannot form the groups.
     """
     num_ranks = run.context.topology.world_size
@@ -66,4 +68,5 @@ def plan_successor(run: Run, request: LayoutRequest) -> Successor:
         )
     config = with_layout(run.config, request.arguments, world_size=ranks)
     plan_run(config, ranks, rank=0)
+    require_room(run, config, ranks)
     return Successor(config, ranks, {"arguments": request.arguments, "request": request.number})

@@ -1,8 +1,9 @@
 """Go on in another layout from the state in the memory of the ranks, without a file.
 
-    hold_state   the tensors and counters of a run that has ended, in place of its newest checkpoint
-    go_on        the groups, the plan and the inputs of the run that follows
-    record       what was moved, in the run folder
+    require_room   the check of the memory, before
+    hold_state     the tensors and counters of a run that has ended, in place of a checkpoint
+    go_on          the groups, the plan and the inputs of the run that follows
+    record         what was moved, in the run folder
 
 The old model, its gradients and its groups are gone before the new ones are built. What is held are
 main params, optimizer state and the tensors of the step parts.
@@ -13,16 +14,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
+from nanotrain.checkpoint.all_ranks import reduce_on_all
 from nanotrain.checkpoint.live import MEMORY_BYTES, LiveCheckpoint
 from nanotrain.checkpoint.manifest import Manifest, plain_json
 from nanotrain.comm.collectives import barrier
+from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import build_data, fingerprints
 from nanotrain.data.mix import recorded_stages, with_recorded_mix
+from nanotrain.errors import ConfigError
 from nanotrain.log import get_logger, start_logging
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.quantities import count_of, describe_bytes
@@ -132,17 +134,36 @@ def record(run: Run, held: HeldRun) -> None:
     record_layout(run.folder.path, row)
 
 
-def held_bytes(run: Run) -> int:
-    """Bytes of this rank that are held while the run that follows is built, buffers included."""
+def require_room(run: Run, config: Config, world_size: int) -> None:
+    """Check that every rank has memory for what it holds and for the run that follows; collective.
+
+    Raises:
+        ConfigError: one has not; on every rank.
+    """
+    context = run.context
+
+    def lacking() -> list[float]:
+        needed = _held_bytes(run) + MEMORY_BYTES
+        if context.rank < world_size:
+            resident = plan_run(config, world_size, rank=context.rank).resident_bytes
+            needed += resident.params + resident.units + resident.grads + resident.optimizer
+        available = memory_per_rank(context.device, context.num_local_ranks)
+        return [needed - available if available else 0.0, needed]
+
+    lacked, needed = reduce_on_all(context.control, lacking, length=2)
+    if lacked > 0:
+        raise ConfigError(
+            f"a rank lacks {describe_bytes(int(lacked))} of memory",
+            why=f"the old and the new state together need {describe_bytes(int(needed))}",
+            fix="stop the run, and start it in the other layout: a checkpoint loads in any",
+        )
+
+
+def _held_bytes(run: Run) -> int:
+    """Bytes of the storage that this rank holds until the run that follows has its state."""
     tensors = run.optimizer.state_tensors() | run.parts.tensors()
-    storages = {}
+    nbytes_of_storage = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) + MEMORY_BYTES
-
-
-def empty_cache(device: torch.device) -> None:
-    """Give the memory of the old run back to the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        nbytes_of_storage[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes_of_storage.values())
