@@ -1,6 +1,6 @@
 """Runs that change their layout while they go on, beside a stop and a resume in the new layout.
 
-random_pairs(n)      layouts of 2 to 8 ranks that a model may have, and that fit the batch
+random_pair(n)       layouts of 2 to 8 ranks that a model may have, and that fit the batch
 changed(ctx, ...)    trains to BORDER in one layout and on in another, without a file in between
 resumed(ctx, ...)    the same with a checkpoint at BORDER, which is loaded in the other layout
 """
@@ -8,6 +8,7 @@ resumed(ctx, ...)    the same with a checkpoint at BORDER, which is loaded in th
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from nanotrain.comm.group import Group
@@ -51,18 +52,29 @@ def line(folder: Path, model: str, layout: Layout) -> list[str]:
     return arguments(folder, SIZES, SCHEDULE, model, layout.flags)
 
 
-def random_pairs(count: int) -> Iterator[tuple[str, Layout, Layout]]:
-    """Models with two layouts each, the second on as many ranks or fewer; always the same ones."""
+@cache
+def _draws() -> tuple[list[tuple[str, Layout, Layout]], Iterator[tuple[str, Layout, Layout]]]:
+    return [], _random_pairs()
+
+
+def random_pair(number: int) -> tuple[str, Layout, Layout]:
+    """The pair with this number; always the same."""
+    found, more = _draws()
+    while len(found) <= number:
+        found.append(next(more))
+    return found[number]
+
+
+def _random_pairs() -> Iterator[tuple[str, Layout, Layout]]:
+    """Models with two layouts each, the second on as many ranks or fewer."""
     draw = random.Random(48)
-    found = 0
-    while found < count:
+    while True:
         model = draw.choice(MODELS)
         ranks = draw.randint(2, 8)
         before = _random_layout(draw, model, ranks)
         smaller = draw.random() < 0.25
         after = _random_layout(draw, model, draw.randint(1, ranks) if smaller else ranks)
         if before != after and fits(model, before) and fits(model, after):
-            found += 1
             yield model, before, after
 
 
