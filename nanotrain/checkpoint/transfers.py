@@ -120,7 +120,7 @@ def plan_transfers(
         for transfer in _plan_bundle(bundle, size=size, load=sent_bytes):
             chosen = kept if transfer.source == transfer.destination else sent
             for name in bundle.names:
-                chosen.append(_named(transfer, name, element_bytes[name]))
+                chosen.append(_named(transfer, name, size=element_bytes[name]))
     return TransferPlan(tuple(kept), tuple(sent))
 
 
@@ -165,7 +165,7 @@ def _boxes_of(entries: Iterable[tuple[int, TensorBox]]) -> tuple[Any, ...]:
     return tuple((rank, box.shape, box.box) for rank, box in entries)
 
 
-def _named(transfer: Transfer, name: str, size: int) -> Transfer:
+def _named(transfer: Transfer, name: str, *, size: int) -> Transfer:
     """A transfer of a bundle, for one of its tensors."""
     return replace(
         transfer,
@@ -181,11 +181,14 @@ def _plan_bundle(bundle: _Bundle, *, size: int, load: list[int]) -> Iterator[Tra
     for rank, target in bundle.wanted:
         missing = [target.box]
         for index in sources.overlapping(target.box, rank=rank):
-            copies, missing = _take(sources, index, target, missing, rank=rank, size=size)
+            entry = bundle.held[index]
+            copies, missing = _take(entry, missing, target=target, rank=rank, size=size)
             yield from copies
         for region in missing:
             for piece in split_box(region, size, limit=PIECE_BYTES):
-                yield from _plan_piece(piece, target, sources, rank=rank, size=size, load=load)
+                yield from _plan_piece(
+                    piece, sources, target=target, rank=rank, size=size, load=load
+                )
 
 
 def schedule_rounds(
@@ -275,7 +278,7 @@ def _rows(corners: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
 
 
 def _plan_piece(
-    piece: Box, target: TensorBox, sources: _Holders, *, rank: int, size: int, load: list[int]
+    piece: Box, sources: _Holders, *, target: TensorBox, rank: int, size: int, load: list[int]
 ) -> list[Transfer]:
     """Transfers of one region from the ranks that have sent the least; adds to their load.
 
@@ -286,7 +289,8 @@ def _plan_piece(
     missing = [piece]
     by_load = lambda index: (load[sources.entries[index][0]], sources.entries[index][0])  # noqa: E731
     for index in sorted(sources.overlapping(piece), key=by_load):
-        copies, missing = _take(sources, index, target, missing, rank=rank, size=size)
+        entry = sources.entries[index]
+        copies, missing = _take(entry, missing, target=target, rank=rank, size=size)
         for copy in copies:
             load[copy.source] += copy.nbytes
         transfers += copies
@@ -296,16 +300,15 @@ def _plan_piece(
 
 
 def _take(
-    sources: _Holders,
-    index: int,
-    target: TensorBox,
+    entry: tuple[int, TensorBox],
     missing: Sequence[Box],
     *,
+    target: TensorBox,
     rank: int,
     size: int,
 ) -> tuple[list[Transfer], list[Box]]:
     """The copies of missing regions from one source, and the regions that are missing then."""
-    source, box = sources.entries[index]
+    source, box = entry
     copies = []
     rest = []
     for region in missing:

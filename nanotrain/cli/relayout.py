@@ -32,6 +32,7 @@ def relayout(argv: Sequence[str]) -> int:
     require_combination(parser, args)
     with importing_torch():
         from nanotrain.plan.plan import plan_run
+        from nanotrain.plan.relayout import plan_relayout
         from nanotrain.runs.relayout import request_layout, with_layout
 
     before, num_ranks = layout_before(args)
@@ -45,7 +46,8 @@ def relayout(argv: Sequence[str]) -> int:
     after = with_layout(before, rest, world_size=ranks)
     plan_run(after, ranks, rank=0)
     if args.plan:
-        print_plan(args, before, after, ranks=(num_ranks, ranks))
+        plan = plan_relayout(before, after, ranks=(num_ranks, ranks))
+        print_plan(plan, args)
         return 0
     require_steps_left(args.run, before)
     request_layout(args.run, rest, ranks=args.ranks)
@@ -146,13 +148,9 @@ def require_steps_left(run: Path, config: Config) -> None:
         )
 
 
-def print_plan(
-    args: argparse.Namespace, before: Config, after: Config, *, ranks: tuple[int, int]
-) -> None:
+def print_plan(plan: "RelayoutPlan", args: argparse.Namespace) -> None:
     """Print bytes, rounds and seconds of a relayout."""
-    from nanotrain.plan.relayout import plan_relayout
-
-    numbers = plan_numbers(plan_relayout(before, after, ranks=ranks), gpu_name=args.gpu)
+    numbers = plan_numbers(plan, gpu_name=args.gpu)
     if args.json:
         print(json.dumps(numbers))
         return

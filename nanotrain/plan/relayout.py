@@ -66,13 +66,13 @@ def state_boxes(plan: Plan) -> Iterator[tuple[TensorBox, int]]:
         for part in plan.parts_of(buffer):
             size = precision.params.itemsize
             if buffer.layout.is_trainable:
-                size = _element_bytes(plan, part, precision)
+                size = _element_bytes(plan, part, precision=precision)
             for param_range in part.ranges:
                 for box in param_range.boxes(param_range.name):
                     yield box, size
 
 
-def _element_bytes(plan: Plan, part: ShardPart, precision: Precision) -> int:
+def _element_bytes(plan: Plan, part: ShardPart, *, precision: Precision) -> int:
     """Bytes of main param, state and average per element; fp16 with scales is sent as fp32."""
     names = part.state_names(plan.rule, plan.config.optim)
     size = sum(_sent_bytes(precision.state_dtype(name)) for name in names)

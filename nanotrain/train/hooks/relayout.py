@@ -68,5 +68,5 @@ def plan_successor(run: Run, request: LayoutRequest) -> Successor:
         )
     config = with_layout(run.config, request.arguments, world_size=ranks)
     plan_run(config, ranks, rank=0)
-    require_room(run, config, ranks)
+    require_room(run, config, world_size=ranks)
     return Successor(config, ranks, {"arguments": request.arguments, "request": request.number})

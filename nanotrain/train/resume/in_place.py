@@ -134,7 +134,7 @@ def record(run: Run, held: HeldRun) -> None:
     record_layout(run.folder.path, row)
 
 
-def require_room(run: Run, config: Config, world_size: int) -> None:
+def require_room(run: Run, config: Config, *, world_size: int) -> None:
     """Check that every rank has memory for what it holds and for the run that follows; collective.
 
     Raises:
