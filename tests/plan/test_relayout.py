@@ -11,7 +11,8 @@ from nanotrain.train.inputs import open_inputs
 from tests.harness import run_ranks
 
 MODEL = """+config=tiny --mock-data --vocab-size 100 --num-layers 2 --hidden-size 32 --optimizer adam
-    --num-attention-heads 4 --num-query-groups 2 --global-batch-size 8 --num-workers 0"""
+    --num-attention-heads 4 --num-query-groups 2 --global-batch-size 8 --micro-batch-size 1
+    --num-workers 0"""
 LAYOUTS = [
     "--tensor-model-parallel-size 2 --bf16",
     "--pipeline-model-parallel-size 2 --ema-decay 0.9",
