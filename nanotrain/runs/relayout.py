@@ -70,6 +70,12 @@ def with_layout(config: Config, arguments: Sequence[str], *, world_size: int) ->
     """
     from nanotrain.config.merge import merge_settings  # Hydra's grammar takes 0.2 s
 
+    if config.checkpoint.memory_checkpoint_interval:
+        raise ConfigError(
+            "a run with --memory-checkpoint-interval keeps its layout",
+            why="its checkpoints in the memory of the hosts are of the ranks that it has",
+            fix="stop it, and start it in the other layout: a checkpoint loads in any",
+        )
     line = parse(arguments)
     errors = ErrorCollector()
     errors.errors += line.errors.errors

@@ -50,8 +50,8 @@ from nanotrain.train.hooks.memory_checkpoint import MemoryCheckpointHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
-from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.relayout import RelayoutHook
+from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resume.changed_lr import log_changed_lr

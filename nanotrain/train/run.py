@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.run_memory import RunMemory
 from nanotrain.checkpoint.live import LiveCheckpoint
+from nanotrain.checkpoint.run_memory import RunMemory
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.config import Config
 from nanotrain.data.blend import BlendedDataset
