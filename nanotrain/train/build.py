@@ -115,8 +115,7 @@ def _build_model(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> 
     """Stages and optimizer of this rank; with initial weights unless saved weights are loaded."""
     config = plan.config
     stages = build_stages(plan, context)
-    starts_anew = inputs.checkpoint is None and inputs.live is None
-    if starts_anew and config.checkpoint.pretrained_checkpoint is None:
+    if inputs.starts_anew and config.checkpoint.pretrained_checkpoint is None:
         for stage in stages.values():
             for dp in stage.callbacks:
                 dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
@@ -480,10 +479,7 @@ def _open_batches(
 def _load_start(
     model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer
 ) -> TrainState:
-    """Load what a run starts from; returns its counters.
-
-    Memory of the ranks, a checkpoint, or a Hugging Face folder.
-    """
+    """Load the checkpoint, live state or folder that a run starts from; returns its counters."""
     if inputs.live is not None:
         return take_over(inputs.live, model=model, parts=parts)
     pretrained = model.config.checkpoint.pretrained_checkpoint

@@ -171,6 +171,11 @@ class RunInputs:
     # settings of the command line that the order of the samples follows from
     data_settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def starts_anew(self) -> bool:
+        """Whether there is no state of a run to go on from."""
+        return self.checkpoint is None and self.live is None
+
 
 @dataclass(frozen=True)
 class Run(BuiltModel):
