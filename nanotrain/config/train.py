@@ -58,6 +58,11 @@ class TrainConfig:
     waits for every step; disabled: skip it
     """
 
+    replay_interval: int = option(0, check=at_least(0))
+    """steps between comparisons with another replica, which computes the first microbatch of the
+    step again, against hardware that errs without a sign; 0: none
+    """
+
     deterministic_mode: bool = option(False)
     """deterministic algorithms of torch, cuBLAS, cuDNN and NCCL; an operator that has none is an
     error

@@ -51,6 +51,7 @@ from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.relayout import RelayoutHook
+from nanotrain.train.hooks.replay import ReplayHook
 from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
@@ -176,6 +177,8 @@ def _hooks_after_steps(config: Config) -> list[Hook]:
         hooks.append(DebugNanHook())
     if train.check_weight_hash_across_dp_replicas_interval > 0:
         hooks.append(ReplicasHook())
+    if train.replay_interval > 0:
+        hooks.append(ReplayHook())
     if enabled_trackers(train):
         hooks.append(TrackHook())
     if config.checkpoint.average_saves is not None:

@@ -10,6 +10,8 @@
     finish_reduce           `grads.main` holds the sum
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -116,6 +118,8 @@ class Bucket(ParamBucket):
         self._across: Work[Tensor] | None = None
         self._is_first = True  # whether no reduction of the step is complete
         self._awaits_across = False  # whether the reduction across instances is still to start
+        # called after each backward, before its gradients are reduced
+        self.observer: Callable[[Bucket], None] | None = None
 
     @property
     def is_in_flight(self) -> bool:
@@ -193,9 +197,25 @@ class Bucket(ParamBucket):
             self._add(name, grad)
         self._early.clear()
         self._zero_unwritten(full)
+        self.observe()
         self._inside = self._reduction.start_inside(full)
         if self._reduction.groups.shard.size == 1:
             self.start_across()  # nothing to wait for, so it can overlap the backward pass
+
+    def observe(self) -> None:
+        """Pass the gradients so far to the observer, if there is one."""
+        if self.observer is not None:
+            self.observer(self)
+
+    def written_grads(self, *, with_ahead: bool = True) -> dict[str, Tensor]:
+        """The gradients of the parameters that have one in this step, before a reduction.
+
+        Args:
+            with_ahead: also those that forward passes have written.
+        """
+        full = self.grads.full()
+        names = self._written if with_ahead else self._written - self._ahead
+        return {name: self.view(name, full) for name in names}
 
     def finish_inside(self) -> None:
         """Wait until `grads.shard` holds the sum inside the shard group."""

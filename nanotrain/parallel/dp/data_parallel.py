@@ -106,6 +106,9 @@ class DataParallel(ParamBuffer):
         """End the backward pass of a microbatch; parameters without a gradient contribute zero."""
         if self._reduces_now:
             self._start_reductions(until=len(self.buckets))
+        else:
+            for bucket in self.buckets:
+                bucket.observe()
         self._in_backward = False
         super().backward_ended()
 

@@ -9,6 +9,7 @@
     memory_checkpoint.py    saves in the memory of the hosts; `save_content.py`: what both write
     data_order.py       the record of the data order, and changes of the blend
     faults.py           values that are not finite, replicas that differ
+    replay.py           a microbatch that another replica computes again
     timers.py, profile.py   times of phases; traces and memory snapshots
     end_of_run.py       a generated text and the report
 
