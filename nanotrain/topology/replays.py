@@ -33,7 +33,7 @@ def replay_distances(topology: Topology, hosts: Sequence[Host]) -> tuple[int, ..
     scores = {}
     for distance in range(block, dp_size, block):
         ranks = range(topology.world_size)
-        others = (replica_of(topology, rank, distance) for rank in ranks)
+        others = (replica_of(topology, rank, distance=distance) for rank in ranks)
         num_other = sum(
             hosts[rank].name != hosts[other].name for rank, other in zip(ranks, others, strict=True)
         )
@@ -41,7 +41,7 @@ def replay_distances(topology: Topology, hosts: Sequence[Host]) -> tuple[int, ..
     return tuple(sorted(scores, key=lambda distance: scores[distance])[:2])
 
 
-def replica_of(topology: Topology, rank: int, distance: int) -> int:
+def replica_of(topology: Topology, rank: int, *, distance: int) -> int:
     """The rank at a distance along dp, in a ring."""
     ranks = topology.members(rank, "dp")
     return ranks[(ranks.index(rank) + distance) % len(ranks)]
@@ -51,7 +51,7 @@ def _is_replica_distance(topology: Topology, distance: int) -> bool:
     """Whether all ranks at a distance along dp have the same shards of all parameters."""
     for rank in range(topology.world_size):
         coords = topology.coords(rank)
-        others = topology.coords(replica_of(topology, rank, distance))
+        others = topology.coords(replica_of(topology, rank, distance=distance))
         if any(coords[axis] != others[axis] for axis in coords if axis not in REPLICA_AXES):
             return False
     return True

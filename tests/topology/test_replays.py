@@ -32,7 +32,7 @@ def test_distances_lead_to_replicas_on_other_hosts_first(
     assert replay_distances(topology, hosts) == distances
     for distance in distances:
         for rank in range(num_ranks):
-            other = replica_of(topology, rank, distance)
+            other = replica_of(topology, rank, distance=distance)
             before, after = topology.coords(rank), topology.coords(other)
             same = [axis for axis in before if axis not in ("dp", "expert_dp")]
             assert other != rank and all(before[axis] == after[axis] for axis in same)

@@ -232,7 +232,8 @@ class Replay(StepPart):
             return self._compute_both_again(observed)
         rank = self._run.context.rank
         replica, third = (
-            replica_of(self._run.context.topology, rank, distance) for distance in self._distances
+            replica_of(self._run.context.topology, rank, distance=distance)
+            for distance in self._distances
         )
         result = self._replay(self._distances[1])
         if not self._differences(result, self._replayed):
@@ -245,7 +246,7 @@ class Replay(StepPart):
         """Without a third replica: a fault that does not come again shows which of two it was."""
         assert self._batch is not None, "a step is compared"
         rank = self._run.context.rank
-        replica = replica_of(self._run.context.topology, rank, self._distances[0])
+        replica = replica_of(self._run.context.topology, rank, distance=self._distances[0])
         replica_result = self._replay(self._distances[0])
         own_result = self._compute(self._batch.microbatches[0])
         if not self._differences(own_result, replica_result):
@@ -411,18 +412,18 @@ def _exchange(payload: bytes, group: Group, *, to: int, source: int, device: tor
     sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     sizes = _exchange_tensor(torch.tensor([len(sent)], device=device), group, to=to, source=source)
     received = torch.empty(int(sizes), dtype=torch.uint8, device=device)
-    _send_receive(sent, received, group, to=to, source=source)
+    _send_receive(sent, received, group=group, to=to, source=source)
     return received.cpu().numpy().tobytes()
 
 
 def _exchange_tensor(tensor: Tensor, group: Group, *, to: int, source: int) -> Tensor:
     """Send a tensor to one rank of a group, and receive one of its shape from another."""
     received = torch.empty_like(tensor)
-    _send_receive(tensor.contiguous(), received, group, to=to, source=source)
+    _send_receive(tensor.contiguous(), received, group=group, to=to, source=source)
     return received
 
 
-def _send_receive(sent: Tensor, received: Tensor, group: Group, *, to: int, source: int) -> None:
+def _send_receive(sent: Tensor, received: Tensor, *, group: Group, to: int, source: int) -> None:
     started = start_send_recv([Message(sent, to)], [Message(received, source)], group=group)
     started.received[0].wait()
     started.sent.wait()
