@@ -1,0 +1,153 @@
+"""Twelve planted sums whose order or shape follows the layout: each changes bits, and is found."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import barrier
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.model import invariant as modules
+from nanotrain.optim import invariant as optim
+from nanotrain.optim.rule import ParamRange
+from nanotrain.parallel.cp import block_attention
+from nanotrain.parallel.tp import invariant as layers
+from nanotrain.parallel.tp import invariant_loss as loss
+from tests.harness import run_ranks
+from tests.laws.invariant import (
+    RankResult,
+    bits_of,
+    first_difference,
+    invariant,
+    run_layouts,
+)
+from tests.laws.worlds import GLOBAL_BATCH
+
+# widths that leave a rest of a vector on one of two ranks
+MODEL = {"num_query_groups": 4, "ffn_hidden_size": 60, "add_bias_linear": True}
+
+
+def chain(parts: Any) -> Tensor:
+    """The blocks one after another."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total
+
+
+def plain_token_sum(values: Tensor) -> Tensor:
+    """torch's sum in fp32."""
+    return values.flatten(0, -2).sum(0).double()
+
+
+def one_product(scaled: Tensor, rows: Tensor) -> Tensor:
+    """A weight gradient of all tokens at once."""
+    return (scaled.flatten(0, 1).t() @ rows.flatten(0, 1)).double()
+
+
+def in_fp32(scaled: Tensor, rows: Tensor) -> Tensor:
+    """A weight gradient whose blocks are added in fp32."""
+    return torch.bmm(scaled.transpose(1, 2), rows).sum(0).double()
+
+
+def one_block_of_rows(blocks: layers.UnitBlocks, x: Tensor) -> Tensor:
+    return x.reshape(1, -1, x.shape[2])
+
+
+def one_block_per_rank(blocks: layers.UnitBlocks, group: Any) -> int:
+    return 1
+
+
+def plain_squares(values: Tensor) -> Tensor:
+    """One number of fp32 sums per shard."""
+    return torch.tensor([float(values.float().square().sum()), 0.0, 0.0, 0.0]).double()
+
+
+def not_padded(part: ParamRange) -> ParamRange:
+    return part
+
+
+def sum_in_fp32(values: Tensor, grid: float) -> Tensor:
+    return values.float()
+
+
+def as_it_is(whole: modules.InWholeVectors, *inputs: Tensor) -> Tensor:
+    return whole.function(*inputs)
+
+
+def one_block_per_chunk(attention: block_attention.BlockAttention, length: int) -> list[range]:
+    if attention.group.size == 1:
+        return [range(length)]
+    size = length // 2
+    chunks = block_attention.zigzag_chunks(attention.group.index, attention.group.size)
+    return [range(chunk * size, (chunk + 1) * size) for chunk in chunks]
+
+
+DP = {"data_parallel_sharding_strategy": "optim"}
+TP = {"tensor_model_parallel_size": 2}
+CP = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
+# what is replaced, by what, and the layout of two ranks that finds it
+Plant = tuple[Any, str, Callable[..., Any], dict[str, Any]]
+PLANTS: dict[str, Plant] = {
+    "a chain in place of the tree": (layers, "tree_sum", chain, TP),
+    "gradients of biases in fp32": (layers, "token_sum", plain_token_sum, DP),
+    "gradients of norms in fp32": (modules, "token_sum", plain_token_sum, DP),
+    "weight gradients of all tokens at once": (layers, "weight_gradient", one_product, DP),
+    "blocks of tokens added in fp32": (layers, "weight_gradient", in_fp32, DP),
+    "all rows in one product": (layers.UnitBlocks, "rows", one_block_of_rows, CP),
+    "one block of weights per rank": (layers.UnitBlocks, "local", one_block_per_rank, TP),
+    "squares added per shard": (optim, "square_bins", plain_squares, DP),
+    "ranges that end within a vector": (optim, "_padded", not_padded, DP),
+    "losses added in fp32": (loss, "on_grid", sum_in_fp32, DP),
+    "activations that end within a vector": (modules.InWholeVectors, "__call__", as_it_is, TP),
+    "keys of a chunk in one block": (
+        block_attention.BlockAttention,
+        "local_blocks",
+        one_block_per_chunk,
+        CP,
+    ),
+}
+
+
+@contextmanager
+def planted(ctx: ParallelContext, name: str) -> Iterator[None]:
+    """Replace a function on all ranks, which are threads, while all of them are in the block."""
+    owner, attribute, replacement, _ = PLANTS[name]
+    barrier(ctx.control)
+    original = ORIGINALS[name]
+    setattr(owner, attribute, replacement)
+    try:
+        yield
+    finally:
+        barrier(ctx.control)
+        setattr(owner, attribute, original)
+
+
+ORIGINALS = {name: getattr(owner, attribute) for name, (owner, attribute, _, _) in PLANTS.items()}
+
+
+def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -> list[RankResult]:
+    """Two steps with each plant, on one rank or in the layout that finds it."""
+    results = []
+    for name in names:
+        parallel = PLANTS[name][3] if ctx.topology.world_size > 1 else {}
+        size = {"micro_batch_size": micro_batch_size}
+        case = invariant(2, model=MODEL | {"num_layers": 1}, train=size, parallel=parallel)
+        with planted(ctx, name):
+            results += run_layouts(ctx, [case])
+    return results
+
+
+@pytest.mark.parametrize("layout", [DP, TP, CP], ids=["dp", "tp", "cp"])
+def test_every_planted_order_is_found(layout: dict[str, Any]) -> None:
+    assert len(PLANTS) == 12
+    names = [name for name, plant in PLANTS.items() if plant[3] is layout]
+    on_one_rank = run_ranks(1, run_planted, names, GLOBAL_BATCH, shares=True)[0]
+    by_rank = run_ranks(2, run_planted, names, 3, shares=True)
+    for number, name in enumerate(names):
+        bits = bits_of([results[number] for results in by_rank])
+        assert first_difference(bits, bits_of([on_one_rank[number]])), f"{name} was not found"
