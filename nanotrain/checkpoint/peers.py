@@ -1,18 +1,22 @@
 """Shard files in the memory of other hosts: a server per rank, and a source that reads from it.
 
-A file is asked for over HTTP in ranges, with a token that the ranks exchanged when they met. Only
-manifests and shards of the served folder are sent. What arrives is compared with the checksums of
+A server listens on the network in which the ranks met. A file is asked for over HTTP in ranges,
+with a token that the ranks exchanged when they met. Only manifests and shards of the served folder
+are sent. What arrives is compared with the checksums of
 the manifest by the reader (`ShardFile`).
 """
 
+import ipaddress
 import os
 import re
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import NamedTuple
 
@@ -47,8 +51,11 @@ class PeerServer:
             served = folder
             expected = token
 
-        self._server = ThreadingHTTPServer(("", 0), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingTCPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Server((_bound_address(address), 0), Handler)
         self.peer = Peer(address, self._server.server_address[1], token)
         Thread(target=self._server.serve_forever, name="peer-server", daemon=True).start()
 
@@ -56,6 +63,22 @@ class PeerServer:
         """End the server; a transfer that runs is not waited for."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _bound_address(address: str) -> str:
+    """The address on which a server listens; empty for all interfaces.
+
+    A name of this machine may be that of its loopback interface here, and not on other hosts.
+
+    >>> _bound_address("10.0.0.2"), _bound_address("localhost"), _bound_address("node1")
+    ('10.0.0.2', 'localhost', '')
+    """
+    if address == "localhost":
+        return address
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return ""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ ranks of a replica are those of an expert-parallel group, and all of them go to 
 
 from collections.abc import Sequence
 
+from nanotrain.errors import ConfigError
 from nanotrain.topology.partners import Host
 from nanotrain.topology.topology import Topology
 
@@ -27,9 +28,7 @@ def replay_distances(topology: Topology, hosts: Sequence[Host]) -> tuple[int, ..
         At most two distances, for the replay and for the vote; empty without a second replica.
     """
     dp_size = topology.dense.size("dp")
-    block = 1
-    while block < dp_size and not _is_replica_distance(topology, block):
-        block += 1
+    block = _smallest_distance(topology)
     scores = {}
     for distance in range(block, dp_size, block):
         ranks = range(topology.world_size)
@@ -41,10 +40,32 @@ def replay_distances(topology: Topology, hosts: Sequence[Host]) -> tuple[int, ..
     return tuple(sorted(scores, key=lambda distance: scores[distance])[:2])
 
 
+def require_replicas(topology: Topology) -> None:
+    """Check that the ranks have a second replica of all parameters.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if _smallest_distance(topology) >= topology.dense.size("dp"):
+        raise ConfigError(
+            "--replay-interval without a second replica",
+            why="no other rank has the same shards of all parameters",
+            fix="leave it out, or train with data parallelism (of experts too)",
+        )
+
+
 def replica_of(topology: Topology, rank: int, *, distance: int) -> int:
     """The rank at a distance along dp, in a ring."""
     ranks = topology.members(rank, "dp")
     return ranks[(ranks.index(rank) + distance) % len(ranks)]
+
+
+def _smallest_distance(topology: Topology) -> int:
+    """The smallest distance along dp to a replica; the size of dp without one."""
+    distance = 1
+    while distance < topology.dense.size("dp") and not _is_replica_distance(topology, distance):
+        distance += 1
+    return distance
 
 
 def _is_replica_distance(topology: Topology, distance: int) -> bool:

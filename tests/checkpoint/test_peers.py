@@ -53,3 +53,18 @@ def test_a_host_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(OSError):
         fetch_text(server.peer, "step-00000001/manifest.json")
+
+
+def test_a_server_listens_on_the_network_of_the_ranks_alone(
+    server: PeerServer, tmp_path: Path
+) -> None:
+    """Another address of the loopback network stands for another interface."""
+    file = "step-00000001/manifest.json"
+    with pytest.raises(OSError, match="refused"):
+        fetch_text(server.peer._replace(address="127.0.0.2"), file)
+
+    named = PeerServer(tmp_path, "this-machine")  # a name may mean another address elsewhere
+    try:
+        assert fetch_text(named.peer._replace(address="127.0.0.2"), file) == "{}"
+    finally:
+        named.close()

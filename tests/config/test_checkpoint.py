@@ -56,3 +56,14 @@ def test_a_number_below_its_bound_is_refused(words: str) -> None:
 def test_every_field_is_a_key_with_a_description() -> None:
     for field in fields(CheckpointConfig):
         assert KEYS[f"checkpoint.{field.name}"].help, field.name
+
+
+@pytest.mark.parametrize("words", ["often", "2.5", ""])
+def test_an_interval_of_memory_checkpoints_is_a_whole_number(words: str) -> None:
+    with pytest.raises(ConfigError, match="memory_checkpoint_interval"):
+        checkpoint(f"--memory-checkpoint-interval={words}")
+
+
+def test_a_folder_of_memory_checkpoints_without_an_interval_has_no_effect() -> None:
+    with pytest.raises(ConfigError, match="memory_checkpoint_dir = m has no effect"):
+        checkpoint("--memory-checkpoint-dir", "m")

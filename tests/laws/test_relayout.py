@@ -43,6 +43,11 @@ PAIRS: dict[str, Pair] = {
         Layout(f"--{TP} 2 --micro-batch-size 2", 2),
         Layout(f"--{TP} 1 --{PP} 2 --micro-batch-size 2", 2),
     ),
+    "with replays": (
+        f"{DENSE} --replay-interval 1",
+        Layout("--micro-batch-size 2", 4),
+        Layout(f"--{TP} 2 --micro-batch-size 2 --{ZERO} optim", 4),
+    ),
 }
 NUM_RANDOM = 200
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.errors import ConfigError, CorruptState
+from nanotrain.errors import CorruptState
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.plan.plan import plan_run
+from nanotrain.runs.failures import RankFailure
+from nanotrain.runs.verdict import Evidence, judge
 from nanotrain.topology.partners import Host
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks import replay
@@ -26,10 +28,16 @@ from nanotrain.train.open_run import open_run
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 from tests.harness import run_ranks
-from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines
+from tests.laws.command_line import (
+    arguments,
+    assert_same_to_the_bit,
+    run_command_lines,
+    steps_of,
+)
 from tests.test_two_hosts import DRILLS
 
 EVERY_TWO = "--micro-batch-size 2 --replay-interval 2 --train-iters 4 --no-save"
+FP8 = "--params-dtype bf16 --fp8-format hybrid --hidden-size 32 --ffn-hidden-size 64"
 LAYOUTS = {
     "dp 3": (3, "--data-parallel-sharding-strategy optim --overlap-grad-reduce"),
     "ZeRO-2": (2, "--data-parallel-sharding-strategy optim_grads"),
@@ -43,6 +51,14 @@ LAYOUTS = {
         "--moe-aux-loss-coeff 0.01",
     ),
     "bf16": (2, "--params-dtype bf16 --data-parallel-sharding-strategy optim_grads"),
+    "fp8 with histories": (2, f"{FP8} --fp8-recipe delayed"),
+    "fp8 without": (2, f"{FP8} --fp8-recipe tensorwise"),
+    "interleaved": (
+        4,
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved "
+        "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 3",
+    ),
+    "one microbatch": (2, "--micro-batch-size 6"),
 }
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,6 +75,19 @@ def test_a_run_with_replays_equals_one_without_and_is_sound(
     run_ranks(num_ranks, run_command_lines, *lines)
 
     assert_same_to_the_bit(tmp_path / "replayed", tmp_path / "plain")
+
+
+@pytest.mark.more_layouts
+def test_a_compiled_run_with_replays_is_one_without_within_rounding(tmp_path: Path) -> None:
+    """A replay changes which graphs are compiled, and so the order of their sums."""
+    runs = {tmp_path / "plain": "--replay-interval 0", tmp_path / "replayed": "--replay-interval 1"}
+    how = "--train-iters 3 --micro-batch-size 2 --torch-compile"
+
+    run_ranks(2, run_command_lines, *(arguments(run, how, more) for run, more in runs.items()))
+
+    for name in ("loss", "grad_norm"):
+        plain, replayed = ([step[name] for step in steps_of(run)] for run in runs)
+        assert replayed == pytest.approx(plain, rel=1e-6)
 
 
 class Flip(Hook):
@@ -156,7 +185,8 @@ def train_faultily(ctx: ParallelContext, line: Sequence[str], kind: str, seed: i
         with open_run(plan, inputs, context=context) as (run, hooks):
             fit(run, [*hooks, hook_of(kind, rank, seed)])
     except CorruptState as error:
-        return f"{rank}|{run.state.step + 1}|{error}"
+        evidence = Evidence(exit_codes={0: 2}, failures=[RankFailure.of(error, rank=ctx.rank)])
+        return f"{rank}|{run.state.step + 1}|{error}|{judge(evidence).line}"
     return "nothing was found"
 
 
@@ -169,13 +199,14 @@ def test_a_planted_flip_is_found_with_its_rank(tmp_path: Path, kind: str, seed: 
     line = arguments(tmp_path / "run", EVERY_TWO, LAYOUTS["dp 3"][1])
 
     for reply in run_ranks(3, train_faultily, line, kind, seed):
-        rank, step, error = reply.split("|")
+        rank, step, error, verdict = reply.split("|")
         assert step == "2"
         # a weight that is a main parameter too is found by its checksum
         found_by = f"rank {rank} (host host-{rank}) computed step 2 wrong"
         if kind == "weights" and "holds other optimizer state" in error:
             found_by = f"rank {rank} (host host-{rank}) holds other optimizer state"
         assert found_by in error and f"exclude host host-{rank}" in error
+        assert verdict.startswith(f"exclude host-{rank}: ")
 
 
 @pytest.mark.parametrize("seed", range(NUM_FLIPS))
@@ -183,7 +214,8 @@ def test_a_flip_in_the_moments_between_two_steps_is_found(tmp_path: Path, seed: 
     line = arguments(tmp_path / "run", EVERY_TWO, LAYOUTS["dp 3"][1])
 
     for reply in run_ranks(3, train_faultily, line, "moments", seed):
-        rank, _, error = reply.split("|")
+        rank, _, error, verdict = reply.split("|")
+        assert verdict.startswith(f"exclude host-{rank}: ")
         assert (
             f"rank {rank} (host host-{rank}) holds other optimizer state than after step 1" in error
         )
@@ -194,7 +226,7 @@ def test_two_replicas_tell_a_fault_that_does_not_come_again(tmp_path: Path) -> N
     line = arguments(tmp_path / "run", EVERY_TWO)
 
     for reply in run_ranks(2, train_faultily, line, "gradients", 5):
-        rank, _, error = reply.split("|")
+        rank, _, error, _ = reply.split("|")
         assert f"rank {rank} (host host-{rank}) computed step 2 wrong" in error
 
 
@@ -203,14 +235,3 @@ def test_two_replicas_are_both_named_where_the_fault_comes_again(tmp_path: Path)
 
     for reply in run_ranks(2, train_faultily, line, "products", 5):
         assert "ranks 0-1 (hosts host-0, host-1) disagree on step 2" in reply
-
-
-def train_alone(ctx: ParallelContext, line: Sequence[str]) -> None:
-    with pytest.raises(ConfigError, match="without a second replica"):
-        run_command_lines(ctx, line)
-
-
-def test_a_run_without_replicas_is_refused(tmp_path: Path) -> None:
-    run_ranks(
-        2, train_alone, arguments(tmp_path / "r", EVERY_TWO, "--tensor-model-parallel-size 2")
-    )

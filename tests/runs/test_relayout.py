@@ -47,6 +47,12 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         with_layout(config, ["--tensor-model-parallel-size", "many"], world_size=2)
 
 
+def test_a_run_with_checkpoints_in_memory_keeps_its_layout(tmp_path: Path) -> None:
+    config = loaded(tmp_path, "--memory-checkpoint-interval 5").config
+    with pytest.raises(ConfigError, match="memory-checkpoint-interval keeps its layout"):
+        with_layout(config, TP2, world_size=2)
+
+
 def test_a_request_is_read_and_removed_unless_it_was_replaced(tmp_path: Path) -> None:
     assert read_request(tmp_path) is None
     request_layout(tmp_path, TP2, ranks=None)

@@ -20,6 +20,7 @@ from nanotrain.errors import (
 from nanotrain.runs.failures import HangRank, HangRecord, RankFailure, write_failure
 from nanotrain.runs.files import FolderVanished
 from nanotrain.runs.verdict import FILE, RULES, Evidence, Verdict, judge, judge_run, read_verdicts
+from nanotrain.train.hooks.replay import Finding, describe
 
 
 def error_of(error: Exception, *, rank: int = 0, host: str = "node7") -> RankFailure:
@@ -50,10 +51,8 @@ KILLED = (
 )
 LAST_STEP = Verdict("restart", "hang", "rank 3 is behind", ("node3",), step=40)
 OUT_OF_MEMORY = LocalFault("rank 1 (dp1) ran out of memory", why="tried to allocate 3 GiB")
-REPLAY = CorruptState(
-    "step 12 is not the same on another rank",
-    why="bucket 3 (layers.2) of rank 5 (dp1, host node9, pid 7) differs from two others",
-)
+DIFFERS = Finding((1,), (0, 2), ("layers.2.mlp.up.weight (bucket 3)",), 40)
+REPLAY = describe([DIFFERS], ("node7", "node9", "node8"), step=12)
 # what happened, the action, the rule, the hosts
 CASES = {
     "settings": (failed(ConfigError("tp=3")), "stop", "settings_or_data", ()),

@@ -94,6 +94,12 @@ def check_graph_layout(c: Settings) -> Errors:
             why="the experts of a layer run beside its second block",
             fix="leave --moe-shortcut out",
         )
+    if c.train.replay_interval:
+        yield excluded(
+            "replay_interval",
+            why="a pass besides those of the step was never tried between captured ones",
+            fix="leave --replay-interval or --cuda-graph-impl out",
+        )
 
 
 def check_graph_programs(c: Settings) -> Errors:

@@ -10,8 +10,8 @@
                       checksums from the end of the step before
 
 A rank that repeats its own step, as `--rerun-mode` does, misses a processor that always errs alike.
-On a CPU, and with `--deterministic-mode`, results are compared bit for bit; elsewhere norms and
-projections of gradients within `TOLERANCE`.
+On a CPU without `--torch-compile`, and with `--deterministic-mode`, results are compared bit for
+bit; elsewhere norms and projections of gradients within `TOLERANCE`.
 """
 
 import pickle
@@ -31,7 +31,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.hosts import gather_hosts
 from nanotrain.comm.send_recv import Message, start_send_recv
 from nanotrain.data.batch import Batch
-from nanotrain.errors import ConfigError, CorruptState
+from nanotrain.errors import CorruptState
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import Update
 from nanotrain.parallel.dp.bucket import Bucket
@@ -78,10 +78,7 @@ class Replay(StepPart):
     """The comparison of first microbatches with those of other replicas.
 
     Args:
-        run: the run; its replicas are those along data parallelism.
-
-    Raises:
-        ConfigError: there is no second replica; on every rank.
+        run: the run; it has a second replica along data parallelism.
     """
 
     def __init__(self, run: Run) -> None:
@@ -89,14 +86,9 @@ class Replay(StepPart):
         self._dp = run.context.group("dp")
         self._hosts = gather_hosts(run.context.control)
         self._distances = replay_distances(run.context.topology, self._hosts)
-        if not self._distances:
-            raise ConfigError(
-                "--replay-interval without a second replica",
-                why="no other rank has the same shards of all parameters",
-                fix="leave it out, or train with data parallelism (of experts too)",
-            )
-        device_type = run.context.device.type
-        self._is_exact = device_type == "cpu" or run.config.train.deterministic_mode
+        train = run.config.train
+        is_plain_cpu = run.context.device.type == "cpu" and not train.torch_compile
+        self._is_exact = is_plain_cpu or train.deterministic_mode
         self._observer = _Observer(run, is_exact=self._is_exact)
         self._schedules = StepSchedules(run.plan)
         self._batch: GlobalBatch | None = None  # of a step that is compared
@@ -386,9 +378,10 @@ def describe(findings: Sequence[Finding], hosts: Sequence[str], *, step: int) ->
     names = sorted({hosts[rank] for rank in suspects})
     first = chosen[0]
     where = ", ".join(names)
-    if decided:
-        what = f"{named_ranks(suspects)} (host {where}) computed step {step} wrong"
-        fix = f"exclude host {where}"
+    if decided:  # "host" before each name is what a verdict reads
+        named = ", ".join(f"host {name}" for name in names)
+        what = f"{named_ranks(suspects)} ({named}) computed step {step} wrong"
+        fix = f"exclude {named}"
     else:
         what = f"{named_ranks(suspects)} (hosts {where}) disagree on step {step}"
         fix = f"test the hosts {where}, one of which errs; exclude both until then"

@@ -40,6 +40,7 @@ def test_planned_attention_leaves_the_other_parts(settings: dict, cure: str) -> 
         {"fp8_format": "hybrid", "params_dtype": "bf16", "fp8_param_gather": True}
         | {"data_parallel_sharding_strategy": "optim", "fp8_recipe": "tensorwise"},
         {"debug_nan": True},
+        {"replay_interval": 2},
         {"residual_type": "parallel"},
         {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2},
         EXPERTS | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
