@@ -318,14 +318,12 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
         stage: stage of the data, where stages train other parameters; by default the first.
 
     Raises:
-        ConfigError: an unknown schedule, core attention or optimizer, a batch that does not fit
-            the ranks, or replays without a second replica.
+        ConfigError: an unknown name, a batch that does not fit the ranks, or replays without replicas.
         TopologyError: a layout that does not fit the ranks or the model.
     """
     check_names(config)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    if config.train.replay_interval:
-        require_replicas(topology)
+    require_replicas(topology, replay_interval=config.train.replay_interval)
     groups = topology.group_specs(rank)
     shape = ModelShape.of(config.model)
     trainable = trained_set(config, shape, stage=stage)

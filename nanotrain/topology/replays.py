@@ -40,12 +40,18 @@ def replay_distances(topology: Topology, hosts: Sequence[Host]) -> tuple[int, ..
     return tuple(sorted(scores, key=lambda distance: scores[distance])[:2])
 
 
-def require_replicas(topology: Topology) -> None:
-    """Check that the ranks have a second replica of all parameters.
+def require_replicas(topology: Topology, *, replay_interval: int) -> None:
+    """Check that replays find a second replica of all parameters.
+
+    Args:
+        topology: topology of the run.
+        replay_interval: steps between replays; 0: none.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no second replica.
     """
+    if not replay_interval:
+        return
     if _smallest_distance(topology) >= topology.dense.size("dp"):
         raise ConfigError(
             "--replay-interval without a second replica",
