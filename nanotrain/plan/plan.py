@@ -318,7 +318,7 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
         stage: stage of the data, where stages train other parameters; by default the first.
 
     Raises:
-        ConfigError: an unknown name, a batch that does not fit the ranks, or replays without replicas.
+        ConfigError: an unknown name, a batch that does not fit, or replays without replicas.
         TopologyError: a layout that does not fit the ranks or the model.
     """
     check_names(config)
