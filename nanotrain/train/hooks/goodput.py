@@ -2,7 +2,7 @@
 
     goodput      0 to 1; a step counts once, and a skipped one never
     lost_steps   steps that were trained and then repeated, after a restart or a rollback
-    restarts     starts of the run after the first one
+    restarts     starts of the run after the first one; a relayout of a running job is none
 
 The rest is restarts and pauses between them, repeated and skipped steps, saves and validation. The
 numbers come from the run folder, so a run that is started again goes on with them.
@@ -31,7 +31,7 @@ class RunTimes:
 
     steps_s: float = 0.0  # of steps that count
     lost_steps: int = 0
-    restarts: int = 0
+    restarts: int = 0  # starts before this one; a relayout of a running job is none
     first_start_s: float | None = None  # seconds since the epoch; None before the first start
 
     @classmethod
@@ -44,11 +44,11 @@ class RunTimes:
                 times.lost_steps += 1
             elif not row.get("skipped"):
                 times.steps_s += _seconds_of(row)
-        starts = [_number_of(row.get("time_s")) for row in read_rows(folder / "starts.jsonl")]
-        known = [start for start in starts if start]
+        starts = list(read_rows(folder / "starts.jsonl"))
+        known = [start_s for row in starts if (start_s := _number_of(row.get("time_s")))]
         if known:
             times.first_start_s = min(known)
-        times.restarts = len(starts)
+        times.restarts = sum(row.get("in_place") is not True for row in starts)
         return times
 
 
@@ -65,8 +65,11 @@ class GoodputHook(Hook):
         self._times: RunTimes | None = None
 
     def before_training(self, run: Run) -> None:
-        if run.context.control.is_first:
-            self._times = RunTimes.read(run.folder.path, step=run.state.step)
+        if not run.context.control.is_first:
+            return
+        self._times = RunTimes.read(run.folder.path, step=run.state.step)
+        if run.inputs.live is not None:  # these processes have their start in the folder
+            self._times.restarts -= 1
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Count the steps that are repeated, the one with the spike among them."""

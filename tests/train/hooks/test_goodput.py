@@ -29,7 +29,9 @@ def test_a_folder_has_the_time_of_steps_that_count_lost_steps_and_starts(tmp_pat
     rows = [{"step": step, "step_time_s": 2.0, "skipped": step == 3} for step in range(1, 8)]
     write_rows(tmp_path / "metrics.jsonl", [*rows, {"step": 4, "step_time_s": "soon"}])
     write_rows(tmp_path / "metrics-superseded.jsonl", [{"step": 3, "step_time_s": 9.0}] * 2)
-    write_rows(tmp_path / "starts.jsonl", [{"step": 0, "time_s": 50.0}, {"step": 2, "time_s": 70}])
+    starts = [{"step": 0, "time_s": 50.0}, {"step": 2, "time_s": 70}]
+    relayout = {"step": 3, "time_s": 80, "in_place": True}
+    write_rows(tmp_path / "starts.jsonl", [*starts, relayout])
     times = RunTimes.read(tmp_path, step=5)
     assert times == RunTimes(steps_s=8.0, lost_steps=4, restarts=2, first_start_s=50.0)
     assert RunTimes.read(tmp_path / "new", step=0) == RunTimes()

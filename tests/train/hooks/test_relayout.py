@@ -32,6 +32,7 @@ def test_a_request_is_taken_recorded_and_shown(
     assert [start.in_place for start in history.starts] == [False, True]
     assert ", in place" in starts_table(history)
     assert speed_facts(history)["Restarts"].value == "0"
+    assert [row["restarts"] for row in read_rows(folder / "metrics.jsonl")] == [0] * 4
 
     assert main(arguments(tmp_path / "stop", STEPS, "--exit-interval 2")) == 0
     assert main(arguments(tmp_path / "stop", STEPS, "--micro-batch-size 4")) == 0
@@ -42,6 +43,8 @@ def test_a_request_is_taken_recorded_and_shown(
     assert main(arguments(folder, STEPS, "--train-iters 6")) == 0
     log = capfd.readouterr().err
     assert "the layout is that of the relayout at step 2: train.micro_batch_size 4" in log
+    restarts = [row["restarts"] for row in read_rows(folder / "metrics.jsonl")]
+    assert restarts == [0] * 4 + [1] * 2
     assert main(arguments(tmp_path / "stop", STEPS, "--train-iters 6 --micro-batch-size 4")) == 0
     assert_same_to_the_bit(folder, tmp_path / "stop")
 
