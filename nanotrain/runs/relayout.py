@@ -15,7 +15,7 @@ checkpoint, in the layout of its command line, and does not try again.
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,15 @@ def _require_layout_flags(is_other: Any, errors: ErrorCollector, *, text: str = 
 
 def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     """The settings that differ: key -> (before, after), as JSON."""
-    old = _as_json(flat_values(before))
-    changed = {}
-    for key, value in _as_json(flat_values(after)).items():
-        if is_layout_key(key) and value != old.get(key):
-            changed[key] = (old.get(key), value)
-    return changed
+    old = layout_of(before)
+    new = layout_of(after)
+    return {key: (old[key], value) for key, value in new.items() if value != old[key]}
+
+
+def layout_of(config: Config) -> dict[str, Any]:
+    """The settings of the layout by key, as JSON."""
+    values = _as_json(flat_values(config))
+    return {key: value for key, value in values.items() if is_layout_key(key)}
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,16 +170,22 @@ def remove_request(folder: Path, request: LayoutRequest) -> None:
         (folder / REQUEST).unlink(missing_ok=True)
 
 
-def record_layout(folder: Path, row: Mapping[str, Any]) -> None:
+def record_layout(
+    folder: Path, numbers: Mapping[str, Any], *, before: Config, after: Config
+) -> None:
     """Append a finished relayout to a file that every later start of the run reads.
 
     Args:
         folder: run folder.
-        row: `step`, `arguments`, `ranks`, `changed` of `changed_keys`, and numbers for people.
+        numbers: `step`, `arguments`, `ranks`, and numbers for people.
+        before: configuration that has ended.
+        after: configuration that goes on.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
+    changed = changed_keys(before, after)
+    row = {**numbers, "changed": changed, "layout_before": layout_of(before)}
     with open_append(folder / DONE) as file, disk_errors(folder / DONE):
         write_all(file, json.dumps(row, default=str).encode() + b"\n")
         os.fsync(file.fileno())
@@ -190,12 +199,12 @@ def with_recorded_layout(loaded: Loaded, world_size: int) -> Loaded:
     """
     config = loaded.config
     options = config.checkpoint
-    rows = list(_rows(RunFolder.of(config).path))
+    rows = list(read_rows(RunFolder.of(config).path / DONE))
     if not rows or not options.auto_resume or options.load is not None:
         return loaded
     step = rows[-1].get("step")
     try:
-        for row in rows:
+        for row in _rows_in_sequence(rows):
             config = _with_row(config, row)
         validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
     except (NanotrainError, ValueError) as error:
@@ -211,9 +220,23 @@ def with_recorded_layout(loaded: Loaded, world_size: int) -> Loaded:
     return replace(loaded, config=config, origins=origins, notes=(*loaded.notes, note))
 
 
-def _rows(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The finished relayouts of a run, oldest first."""
-    yield from read_rows(folder / DONE)
+def _rows_in_sequence(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The relayouts since a command line with another layout won, oldest first.
+
+    Raises:
+        ValueError: a row is damaged.
+    """
+    chosen: list[Mapping[str, Any]] = []
+    layout: dict[str, Any] = {}  # what the chosen rows have set
+    for row in rows:
+        before = object_of(row.get("layout_before"), "layout_before")
+        if any(before.get(key) != value for key, value in layout.items()):
+            chosen = []
+            layout = {}
+        chosen.append(row)
+        for key, pair in object_of(row.get("changed"), "changed").items():
+            _, layout[key] = list_of(pair, key)
+    return chosen
 
 
 def _with_row(config: Config, row: Mapping[str, Any]) -> Config:

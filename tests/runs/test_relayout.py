@@ -8,6 +8,7 @@ import pytest
 from nanotrain.config.load import Loaded, load
 from nanotrain.errors import ConfigError
 from nanotrain.runs.relayout import (
+    DONE,
     REQUEST,
     changed_keys,
     read_request,
@@ -41,7 +42,7 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     config = loaded(tmp_path).config
     with pytest.raises(ConfigError, match=r"(?s)--lr 1 is no setting.*--seed 3 is no setting"):
         with_layout(config, ["--lr", "1", "--seed", "3"], world_size=2)
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size|3"):
+    with pytest.raises(ConfigError, match="cannot be shared by tp=3 ranks"):
         with_layout(config, ["--tensor-model-parallel-size", "3"], world_size=2)
     with pytest.raises(ConfigError):
         with_layout(config, ["--tensor-model-parallel-size", "many"], world_size=2)
@@ -79,8 +80,7 @@ def test_a_request_written_by_hand_that_cannot_be_read_is_removed(
 def record(folder: Path, before: Loaded, flags: str, *, step: int) -> Loaded:
     """Record a relayout of a run, as it does; returns the configuration after it."""
     config = with_layout(before.config, flags.split(), world_size=4)
-    row = {"step": step, "changed": changed_keys(before.config, config)}
-    record_layout(folder, row)
+    record_layout(folder, {"step": step}, before=before.config, after=config)
     return replace(before, config=config)
 
 
@@ -113,6 +113,24 @@ def test_another_command_line_or_number_of_ranks_wins(
     assert resumed.config == start.config
     (note,) = resumed.notes
     assert note.startswith("the layout of the command line is used") and why in note
+
+
+def test_relayouts_from_before_a_command_line_that_won_are_left_out(tmp_path: Path) -> None:
+    record(tmp_path, loaded(tmp_path), "--tensor-model-parallel-size 2", step=3)
+    won = loaded(tmp_path, "--pipeline-model-parallel-size 2")
+    last = record(tmp_path, won, "--pipeline-model-parallel-size 1", step=5)
+    assert with_recorded_layout(won, 4).config == last.config  # without tensor parallelism
+    (note,) = with_recorded_layout(loaded(tmp_path), 4).notes
+    assert "has another parallel.pipeline_model_parallel_size than the run had then" in note
+
+
+@pytest.mark.parametrize("row", ["{}", '{"layout_before": {}, "changed": {"lr": 1}}'])
+def test_a_damaged_record_is_a_note(tmp_path: Path, row: str) -> None:
+    (tmp_path / DONE).write_text(row + "\n")
+    start = loaded(tmp_path)
+    resumed = with_recorded_layout(start, 4)
+    assert resumed.config == start.config
+    assert "the layout of the command line is used" in resumed.notes[0]
 
 
 def test_a_new_run_in_the_folder_does_not_read_the_record(tmp_path: Path) -> None:

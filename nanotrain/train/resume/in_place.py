@@ -127,11 +127,10 @@ def record(run: Run, held: HeldRun) -> None:
         "step": run.state.step,
         **held.successor.request,
         "ranks": run.context.topology.world_size,
-        "changed": changed,
         "total_seconds": round(seconds, 3),
         **asdict(moved),
     }
-    record_layout(run.folder.path, row)
+    record_layout(run.folder.path, row, before=held.config, after=held.successor.config)
 
 
 def require_room(run: Run, config: Config, *, world_size: int) -> None:
