@@ -184,8 +184,9 @@ def _plan_bundle(bundle: _Bundle, *, size: int, load: list[int]) -> Iterator[Tra
             entry = bundle.held[index]
             copies, missing = _take(entry, missing, target=target, rank=rank, size=size)
             yield from copies
+        limit = PIECE_BYTES * len(bundle.names)  # a piece becomes a transfer per tensor
         for region in missing:
-            for piece in split_box(region, size, limit=PIECE_BYTES):
+            for piece in split_box(region, size, limit=limit):
                 yield from _plan_piece(
                     piece, sources, target=target, rank=rank, size=size, load=load
                 )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from nanotrain.checkpoint.transfers import (
+    PIECE_BYTES,
     NotHeld,
     Transfer,
     TransferPlan,
@@ -142,6 +143,15 @@ def test_replicas_share_the_sending() -> None:
     )
     assert plan.sent_by(8) == [8 * 4000] * 4 + [0] * 4
     assert plan.received_by(8) == [0] * 4 + [8 * 4000] * 4
+
+
+def test_tensors_with_the_same_boxes_have_transfers_of_full_size() -> None:
+    # each of 8 tensors has the bytes of two transfers, however many are planned together
+    shape = (2 * PIECE_BYTES // 400, 100)
+    full = [TensorBox.full(f"layers.{index}", shape) for index in range(8)]
+    plan = plan_transfers([full, []], [[], full], element_bytes={box.name: 4 for box in full})
+    assert len(plan.sent) == 2 * 8
+    assert max(transfer.nbytes for transfer in plan.sent) <= PIECE_BYTES
 
 
 def test_the_same_layout_sends_nothing() -> None:
