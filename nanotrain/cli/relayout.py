@@ -16,6 +16,7 @@ from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.paths import local_path
 from nanotrain.quantities import describe_bytes, table_lines
+from nanotrain.runs.lock import is_in_use
 from nanotrain.system import importing_torch
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def relayout(argv: Sequence[str]) -> int:
     with importing_torch():
         from nanotrain.plan.plan import plan_run
         from nanotrain.plan.relayout import plan_relayout
-        from nanotrain.runs.relayout import request_layout, with_layout
+        from nanotrain.runs.relayout import request_layout, require_change, with_layout
 
     before, num_ranks = layout_before(args)
     ranks = args.ranks or num_ranks
@@ -49,8 +50,11 @@ def relayout(argv: Sequence[str]) -> int:
         plan = plan_relayout(before, after, ranks=(num_ranks, ranks))
         print_plan(plan, args)
         return 0
+    require_change(before, after, ranks=(num_ranks, ranks))
     require_steps_left(args.run, before)
-    request_layout(args.run, rest, ranks=args.ranks)
+    require_job(args.run)
+    if request_layout(args.run, rest, ranks=args.ranks):
+        print(f"{args.run}: a request that the job had not taken is replaced")
     print(f"{args.run}: the job takes the request at its next logged step")
     return 0
 
@@ -148,6 +152,20 @@ def require_steps_left(run: Path, config: Config) -> None:
         )
 
 
+def require_job(run: Path) -> None:
+    """Check that a job has the run folder.
+
+    Raises:
+        EnvironmentFault: none has it.
+    """
+    if not is_in_use(run):
+        raise EnvironmentFault(
+            f"no job trains in {run}",
+            why="only a running job takes a request",
+            fix="start the run with the flags of the layout: a checkpoint loads in any",
+        )
+
+
 def print_plan(plan: "RelayoutPlan", args: argparse.Namespace) -> None:
     """Print bytes, rounds and seconds of a relayout."""
     numbers = plan_numbers(plan, gpu_name=args.gpu)
@@ -159,7 +177,7 @@ def print_plan(plan: "RelayoutPlan", args: argparse.Namespace) -> None:
         text = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
         if name.endswith("_bytes"):
             text = describe_bytes(int(value))
-        rows.append([name.replace("_", " "), text])
+        rows.append([name.removesuffix("_bytes").replace("_", " "), text])
     print("\n".join(table_lines(rows)))
 
 

@@ -3,6 +3,7 @@
 The system releases a lock when its process ends.
 
 lock_run     of a run folder; its file is never removed, as it marks the folder of a run
+is_in_use    whether a process holds the lock of a run folder
 hold_lock    of any file, which names the owner for the error of a second job
 """
 
@@ -39,6 +40,23 @@ def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> AbstractContextManager[
     """Hold the lock of a run folder, as `hold_lock` does; the folder exists and is writable."""
     fix = "wait for it, end it, or choose another folder with --run-dir"
     return hold_lock(folder / LOCK_NAME, what=f"the run folder {folder}", fix=fix, wait_s=wait_s)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a job has a run folder; True where the file system cannot tell."""
+    try:
+        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)  # releases the lock
+    return False
 
 
 @contextmanager

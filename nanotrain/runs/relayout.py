@@ -4,6 +4,7 @@
     RUN/relayout.jsonl     what was done: step, arguments, ranks, bytes, seconds
 
     with_layout               a configuration with other settings of its layout, all rules checked
+    require_change            the check that it is another one
     request_layout            write a request
     read_request, remove_request, record_layout   the life of a request, in this order
     with_recorded_layout      the layout of the run at a later start
@@ -113,6 +114,25 @@ def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (old[key], value) for key, value in new.items() if value != old[key]}
 
 
+def require_change(before: Config, after: Config, *, ranks: tuple[int, int]) -> None:
+    """Check that a layout is another one than that of the run.
+
+    Args:
+        before: configuration of the run.
+        after: configuration with the layout that is asked for.
+        ranks: numbers of ranks before and after.
+
+    Raises:
+        ConfigError: nothing changes.
+    """
+    if ranks[0] == ranks[1] and not changed_keys(before, after):
+        raise ConfigError(
+            "the run has this layout",
+            why="neither a setting of the layout nor the number of ranks changes",
+            fix="name one that changes, as --tensor-model-parallel-size 2",
+        )
+
+
 def layout_of(config: Config) -> dict[str, Any]:
     """The settings of the layout by key, as JSON."""
     values = _as_json(flat_values(config))
@@ -133,10 +153,16 @@ class LayoutRequest:
     number: str  # a random number, by which the record names it
 
 
-def request_layout(folder: Path, arguments: Sequence[str], *, ranks: int | None) -> None:
-    """Ask the job of a run for another layout, from its next logged step on."""
+def request_layout(folder: Path, arguments: Sequence[str], *, ranks: int | None) -> bool:
+    """Ask the job of a run for another layout, from its next logged step on.
+
+    Returns:
+        Whether a request that the job has not taken is replaced.
+    """
+    replaces = (folder / REQUEST).exists()
     request = {"arguments": list(arguments), "ranks": ranks, "number": secrets.token_hex(8)}
     write_text(folder / REQUEST, json.dumps(request) + "\n")
+    return replaces
 
 
 def read_request(folder: Path) -> LayoutRequest | None:

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.lock import LOCK_NAME, hold_lock, lock_run
+from nanotrain.runs.lock import LOCK_NAME, hold_lock, is_in_use, lock_run
 from tests.harness import HANG_S
 
 HOLDER = """
@@ -42,6 +42,13 @@ def test_a_second_job_is_refused_and_a_killed_owner_frees_the_folder(tmp_path):
         owner.wait()
     with lock_run(tmp_path, wait_s=HANG_S):
         assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_folder_is_in_use_while_its_lock_is_held(tmp_path):
+    assert not is_in_use(tmp_path)
+    with lock_run(tmp_path, wait_s=0.0):
+        assert is_in_use(tmp_path)
+    assert not is_in_use(tmp_path)
 
 
 def test_the_lock_is_released_at_the_end_and_after_an_error(tmp_path):

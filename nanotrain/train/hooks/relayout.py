@@ -4,7 +4,13 @@ from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.plan.plan import plan_run
-from nanotrain.runs.relayout import LayoutRequest, read_request, remove_request, with_layout
+from nanotrain.runs.relayout import (
+    LayoutRequest,
+    read_request,
+    remove_request,
+    require_change,
+    with_layout,
+)
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.resume.in_place import require_room
 from nanotrain.train.run import Run, Successor
@@ -47,8 +53,8 @@ def plan_successor(run: Run, request: LayoutRequest) -> Successor:
     """The run in the layout of a request; every rank finds the same.
 
     Raises:
-        ConfigError: the layout does not fit the model, the ranks or their memory, or no step is
-            left.
+        ConfigError: the layout does not fit the model, the ranks or their memory, is the one of the
+            run, or no step is left.
         TopologyError: the ranks cannot form the groups.
     """
     num_ranks = run.context.topology.world_size
@@ -67,6 +73,7 @@ def plan_successor(run: Run, request: LayoutRequest) -> Successor:
             fix="stop it, and start it on more ranks: a checkpoint loads in any layout",
         )
     config = with_layout(run.config, request.arguments, world_size=ranks)
+    require_change(run.config, config, ranks=(num_ranks, ranks))
     plan_run(config, ranks, rank=0)
     require_room(run, config, world_size=ranks)
     return Successor(config, ranks, {"arguments": request.arguments, "request": request.number})

@@ -55,6 +55,7 @@ def test_a_request_is_taken_recorded_and_shown(
         ('{"arguments": ["--lr", "1"]}', "--lr 1 is no setting of the layout"),
         ('{"arguments": ["--tensor-model-parallel-size", "2"]}', "1 rank"),
         ('{"arguments": [], "ranks": 2}', "--ranks 2"),
+        ('{"arguments": ["--micro-batch-size", "2"]}', "the run has this layout"),
         ("{", "use `nanotrain relayout`"),
     ],
 )
