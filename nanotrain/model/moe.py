@@ -35,6 +35,7 @@ from nanotrain.model.router_sinkhorn import SinkhornRouter
 from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.fp8_dispatch import dispatch_encoding
+from nanotrain.parallel.ep.token_dispatcher import Routing
 from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
 # by the names of `ModelConfig.router_kind`: __init__(model_config, params, *, parallel, layer)
@@ -134,9 +135,7 @@ class MoELayer(nn.Module):
             a function that waits for the summed outputs of the experts, [B, S, H].
         """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
-        routing = self.router(
-            local, context, positions=partial(self._positions, local.shape[_SEQUENCE], context)
-        )
+        routing = self.route(local, context)
         tokens = self.fc1_latent_proj(self.input_norm(local)).flatten(0, 1)
         if self.weights_inputs:
             # top-1 routing: a token is scaled before it is sent to its one expert
@@ -156,6 +155,12 @@ class MoELayer(nn.Module):
             return concat_along(out, self._split, dim=_SEQUENCE)
 
         return finish
+
+    def route(self, local: Tensor, context: LayerContext) -> Routing:
+        """Choose the experts of the local tokens [B, S or S/tp, H]; a CUDA graph may replace it."""
+        positions = partial(self._positions, local.shape[_SEQUENCE], context)
+        routing: Routing = self.router(local, context, positions=positions)
+        return routing
 
     def _positions(self, length: int, context: LayerContext) -> Tensor:
         """[length] int64, the positions of the local tokens in their sequence."""
