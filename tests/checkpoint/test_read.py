@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from nanotrain.checkpoint import commit, read, store
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
-from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
+from nanotrain.checkpoint.read import ShardFile, Source, read_chunks, read_global_tensors
 from nanotrain.checkpoint.write import file_threads, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -148,9 +148,9 @@ def test_chunks_are_cast_to_the_dtype_of_their_target(tmp_path: Path, dtype: tor
 def _counting(opened: list[str]) -> Callable[..., None]:
     real = ShardFile.__init__
 
-    def count(self: ShardFile, path: Path, **options: Any) -> None:
+    def count(self: ShardFile, path: Path, source: Source | None, **options: Any) -> None:
         opened.append(path.name)
-        real(self, path, **options)
+        real(self, path, source, **options)
 
     return count
 

@@ -76,6 +76,8 @@ def go_on(
     world_size = held.successor.world_size
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     barrier(context.control)  # nothing of the old run is under way
+    # of the run that follows; its hook sets the timeout after its start, as in a new process
+    context.set_timeout(60 * config.parallel.distributed_timeout_minutes)
     everyone = context.rejoin(topology)
     held.source.connect(everyone.world, everyone.control)
     if not context.is_member:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import speed_facts, starts_table
 from nanotrain.runs.relayout import DONE, REQUEST, request_layout
@@ -47,6 +48,18 @@ def test_a_request_is_taken_recorded_and_shown(
     assert restarts == [0] * 4 + [1] * 2
     assert main(arguments(tmp_path / "stop", STEPS, "--train-iters 6 --micro-batch-size 4")) == 0
     assert_same_to_the_bit(folder, tmp_path / "stop")
+
+
+def test_the_groups_of_a_layout_have_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float] = []
+    monkeypatch.setattr(ParallelContext, "set_timeout", lambda self, value: timeouts.append(value))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    request_layout(folder, ["--distributed-timeout-minutes", "3"], ranks=None)
+    assert main(arguments(folder, STEPS)) == 0
+    assert timeouts == [180]
 
 
 @pytest.mark.parametrize(
