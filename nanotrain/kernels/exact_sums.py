@@ -5,9 +5,11 @@
     square_bins    the squares of numbers in bins of fp64, each summed exactly; `join_bins`
     tree_sum       a binary tree over blocks in their order; a rank owns an aligned subtree
 
-A sum of integers in fp64 is exact below 2^53. Gradients lie on a grid of 2^-44: a gradient of 1e-8
-keeps 17 bits, and sums are exact while they stay below 512. Scaling by a power of two is exact too,
-so products are scaled by their smaller operand.
+A sum of integers in fp64 is exact in any order while the sum of their absolute values is below
+2^53. Gradients lie on a grid of 2^-44: a gradient of 1e-8 keeps 17 bits, and the absolute values of
+its addends must add up to less than 512. So n addends are allowed up to 256 / n each, half of that,
+as a tied weight has two sums; a sum with a larger one is NaN. Scaling by a power of two is exact
+too, so products are scaled by their smaller operand.
 
 Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation", for bins of fixed grids.
 """
@@ -23,7 +25,8 @@ UNITS = 2.0**44  # units of the grid in 1
 # Grids of the bins of squares. A bin holds 28 bits of each square, so 2^25 squares of the largest
 # size, or any number of usual size, are summed exactly.
 SQUARE_GRIDS = (2.0**-12, 2.0**-40, 2.0**-68, 2.0**-96)
-LOSS_GRID = 2.0**-28
+LOSS_GRID = 2.0**-21
+MOST_UNITS = 2.0**52  # half of the range of exact sums
 HALF_OF_53_BITS = 1.5 * 2.0**52
 SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
 
@@ -33,9 +36,25 @@ def to_grid(values: Tensor) -> Tensor:
     return (values * UNITS).round_()
 
 
-def exact_sum(units: Tensor, *, dims: Sequence[int]) -> Tensor:
-    """The sum of units of the grid over dims, in units, fp64."""
-    return units.sum(tuple(dims), dtype=torch.float64)
+def exact_sum(units: Tensor, *, dims: Sequence[int], num_addends: int) -> Tensor:
+    """The sum of units of the grid over dims, in units, fp64; NaN if they are too large.
+
+    Args:
+        units: integers.
+        dims: dims that are summed.
+        num_addends: addends of an element in a step over all microbatches and ranks. Whether one is
+            too large then does not depend on the layout.
+    """
+    total = units.sum(tuple(dims), dtype=torch.float64)
+    return total + nan_if_inexact(units, num_addends=num_addends)
+
+
+def nan_if_inexact(units: Tensor, *, num_addends: int) -> Tensor:
+    """0, or NaN if so many addends up to the largest of these have no exact sum, an fp64 scalar."""
+    smallest, largest = units.aminmax()
+    worst = torch.maximum(largest, -smallest).double()
+    zero = torch.zeros_like(worst)
+    return zero.masked_fill(~(worst * num_addends <= MOST_UNITS), torch.nan)
 
 
 def from_units(total: Tensor) -> Tensor:
@@ -43,10 +62,10 @@ def from_units(total: Tensor) -> Tensor:
     return total.mul_(1.0 / UNITS)
 
 
-def token_sum(values: Tensor) -> Tensor:
-    """[..., H] -> [H] fp64, the exact sum over all tokens."""
+def token_sum(values: Tensor, *, num_addends: int) -> Tensor:
+    """[..., H] -> [H] fp64, the exact sum over all tokens; NaN as `exact_sum`."""
     units = to_grid(values.flatten(0, -2))
-    return from_units(exact_sum(units, dims=(0,)))
+    return from_units(exact_sum(units, dims=(0,), num_addends=num_addends))
 
 
 def on_grid(values: Tensor, grid: float) -> Tensor:
@@ -68,8 +87,10 @@ def square_bins(values: Tensor) -> Tensor:
 
 
 def join_bins(bins: Tensor) -> Tensor:
-    """The sum of bins from the finest on, an fp64 scalar."""
-    total = bins[-1]
+    """The sum of bins from the finest on, fp64; NaN if one was too small to be exact."""
+    grids = torch.tensor(SQUARE_GRIDS, dtype=torch.float64, device=bins.device)
+    is_exact = (bins.abs() <= MOST_UNITS * grids).all()
+    total = bins[-1].masked_fill(~is_exact, torch.nan)
     for part in reversed(bins[:-1].unbind()):
         total = total + part
     return total

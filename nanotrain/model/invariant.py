@@ -43,44 +43,48 @@ class _PerToken(torch.autograd.Function):
     """A weight [H] for every token, whose gradient is an exact sum over tokens."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, shape: torch.Size, num_addends: int) -> Tensor:
         """[H] -> [..., H]."""
+        ctx.num_addends = num_addends
         return weight.expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """[..., H] -> [H] fp64."""
-        return token_sum(grads[0]), None
+        return token_sum(grads[0], num_addends=ctx.num_addends), None, None
 
 
-def per_token(weight: Tensor, x: Tensor) -> Tensor:
-    """[H] -> the shape of x."""
-    out: Tensor = _PerToken.apply(weight, x.shape)
+def per_token(weight: Tensor, x: Tensor, blocks: UnitBlocks) -> Tensor:
+    """[H] -> the shape of x, [B, S, H] or [B, S, heads, H]."""
+    num_addends = blocks.num_tokens * (blocks.num_heads if x.ndim > 3 else 1)
+    out: Tensor = _PerToken.apply(weight, x.shape, num_addends)
     return out
 
 
-def invariant_rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+def invariant_rms_norm(norm: RMSNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
     """`RMSNorm.forward`: [..., H] -> the same shape and dtype."""
     x32 = as_fp32(x).contiguous()
     normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
-    return scaled(normalized, norm.weight, is_offset=norm.is_offset).to(x.dtype)
+    return scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks).to(x.dtype)
 
 
-def invariant_layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
+def invariant_layer_norm(norm: LayerNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
     """`LayerNorm.forward`: [..., H] -> the same shape and dtype."""
     x32 = as_fp32(x).contiguous()
     normalized = F.layer_norm(x32, x.shape[-1:], eps=norm.eps)
-    out = scaled(normalized, norm.weight, is_offset=norm.is_offset)
+    out = scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks)
     if norm.bias is not None:
-        out = out + per_token(norm.bias, x)
+        out = out + per_token(norm.bias, x, blocks)
     return out.to(x.dtype)
 
 
-def scaled(normalized: Tensor, weight: Tensor | None, *, is_offset: bool) -> Tensor:
+def scaled(
+    normalized: Tensor, weight: Tensor | None, *, is_offset: bool, blocks: UnitBlocks
+) -> Tensor:
     """Normalized rows times the weight, or 1 + weight."""
     if weight is None:
         return normalized
-    factors = per_token(weight, normalized)
+    factors = per_token(weight, normalized, blocks)
     return normalized * (factors + 1 if is_offset else factors)
 
 
@@ -153,11 +157,11 @@ def _head(head: Head, blocks: UnitBlocks) -> Callable[..., Tensor]:
 
 
 def _rms_norm(norm: RMSNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    return partial(invariant_rms_norm, norm)
+    return partial(invariant_rms_norm, norm, blocks=blocks)
 
 
 def _layer_norm(norm: LayerNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    return partial(invariant_layer_norm, norm)
+    return partial(invariant_layer_norm, norm, blocks=blocks)
 
 
 def _mlp(mlp: MLP, blocks: UnitBlocks) -> Callable[..., Tensor]:

@@ -27,6 +27,7 @@ from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.symmetric_memory import has_symmetric_memory
 from nanotrain.config.config import Config
 from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
+from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.origin import DataOrigin, continued
@@ -171,7 +172,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
     if plan.config.precision.invariant:
-        parallel = _invariant_parallel(parallel, plan.config)
+        parallel = _invariant_parallel(parallel, plan.config, dp=context.group("dp").size)
     module = Stage(plan.config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = []
     for buffer in stage.buffers:
@@ -278,10 +279,17 @@ def _model_parallel(
     )
 
 
-def _invariant_parallel(parallel: ModelParallel, config: Config) -> ModelParallel:
+def _invariant_parallel(parallel: ModelParallel, config: Config, *, dp: int) -> ModelParallel:
     """The implementations of `--invariant`, in blocks that follow from the model."""
     block_length = config.data.seq_length // num_position_blocks(config)
-    blocks = UnitBlocks(num_weight_blocks(config), block_length)
+    schedule = batch_schedule(config)
+    sizes = schedule.sizes if schedule else [global_batch_size(config.train, dp)]
+    blocks = UnitBlocks(
+        num_weight_blocks(config),
+        block_length,
+        num_tokens=max(sizes) * config.data.seq_length,
+        num_heads=config.model.num_attention_heads,
+    )
     return replace(
         parallel,
         tp=replace(parallel.tp, functions=invariant_functions(blocks)),

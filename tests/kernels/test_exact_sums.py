@@ -20,9 +20,9 @@ from nanotrain.kernels.exact_sums import (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_over_tokens_has_the_same_bits_in_every_order_and_split(dtype: torch.dtype) -> None:
     values = torch.randn(999, 7).mul_(1e-3).to(dtype)
-    total = token_sum(values)
-    assert torch.equal(token_sum(values[torch.randperm(999)]), total)
-    parts = [token_sum(part) for part in values.split((5, 400, 594))]
+    total = token_sum(values, num_addends=999)
+    assert torch.equal(token_sum(values[torch.randperm(999)], num_addends=999), total)
+    parts = [token_sum(part, num_addends=999) for part in values.split((5, 400, 594))]
     assert torch.equal((parts[2] + parts[0]) + parts[1], total)
     assert total.tolist() == pytest.approx(values.double().sum(0).tolist(), abs=1e-9)
 
@@ -36,15 +36,36 @@ def test_plain_sums_have_not() -> None:
 
 def test_units_scale_without_rounding() -> None:
     values = torch.tensor([2.0**-44, 3.0, -0.25])
-    assert torch.equal(from_units(exact_sum(to_grid(values)[None], dims=(0,))), values.double())
+    total = exact_sum(to_grid(values)[None], dims=(0,), num_addends=1)
+    assert torch.equal(from_units(total), values.double())
     assert float(on_grid(torch.tensor(1.25, dtype=torch.float64), 0.5)) == 1.0
 
 
 def test_a_number_that_is_not_finite_stays_so() -> None:
     values = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0]])
-    assert not token_sum(values).isfinite().any()
+    assert not token_sum(values, num_addends=999).isfinite().any()
     assert not square_bins(torch.tensor([1.0, torch.inf]))[0].isfinite()
     assert not square_bins(torch.tensor([torch.nan, 1.0]))[0].isfinite()
+
+
+def test_addends_whose_sum_would_be_rounded_have_none() -> None:
+    """Half of 2^53 units of 2^-44, which a tied weight needs twice."""
+    largest = torch.full((4, 3), 64.0)
+    assert token_sum(largest, num_addends=4).tolist() == [256.0] * 3
+    above = largest.clone()
+    above[1, 2] = -torch.nextafter(torch.tensor(64.0), torch.tensor(65.0))
+    assert token_sum(above, num_addends=4).isnan().all()
+    assert token_sum(largest[:1], num_addends=5).isnan().all()  # the others are on other ranks
+    # what was silent: the order changes the sum
+    units = to_grid(torch.tensor([511.0, 511.0, 2.0**-44, -511.0, -511.0])).double()
+    assert units.cumsum(0)[-1] != units[[0, 3, 1, 4, 2]].cumsum(0)[-1]
+
+
+def test_squares_above_the_range_of_a_bin_have_no_norm() -> None:
+    bins = square_bins(torch.full((4,), 2.0**9))
+    assert float(join_bins(bins)) == 2.0**20
+    bins[1] = 2.0**12 + 1
+    assert join_bins(bins).isnan()
 
 
 def test_squares_are_summed_exactly_in_any_split() -> None:

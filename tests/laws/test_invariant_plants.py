@@ -39,17 +39,17 @@ def chain(parts: Any) -> Tensor:
     return total
 
 
-def plain_token_sum(values: Tensor) -> Tensor:
+def plain_token_sum(values: Tensor, *, num_addends: int) -> Tensor:
     """torch's sum in fp32."""
     return values.flatten(0, -2).sum(0).double()
 
 
-def one_product(scaled: Tensor, rows: Tensor) -> Tensor:
+def one_product(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
     """A weight gradient of all tokens at once."""
     return (scaled.flatten(0, 1).t() @ rows.flatten(0, 1)).double()
 
 
-def in_fp32(scaled: Tensor, rows: Tensor) -> Tensor:
+def in_fp32(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
     """A weight gradient whose blocks are added in fp32."""
     return torch.bmm(scaled.transpose(1, 2), rows).sum(0).double()
 

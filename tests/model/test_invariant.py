@@ -15,7 +15,7 @@ from nanotrain.model.invariant import (
 from nanotrain.model.norm import LayerNorm, LearnedScale, RMSNorm
 from nanotrain.parallel.tp.invariant import UnitBlocks
 
-BLOCKS = UnitBlocks(2, block_length=4)
+BLOCKS = UnitBlocks(2, block_length=4, num_tokens=16)
 
 
 def param(tensor: Tensor) -> nn.Parameter:
@@ -31,12 +31,12 @@ def test_norms_have_their_values_and_exact_gradients_of_weights(is_offset: bool)
     rms = RMSNorm(param(weight.clone()), eps=1e-5, is_offset=is_offset)
     layer = LayerNorm(param(weight.clone()), param(torch.randn(12)), eps=1e-5, is_offset=is_offset)
     for norm, form in ((rms, invariant_rms_norm), (layer, invariant_layer_norm)):
-        torch.testing.assert_close(form(norm, x), norm(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(form(norm, x, blocks=BLOCKS), norm(x), rtol=1e-5, atol=1e-5)
         grads = []
         for parts in (x.split(1), x[:, torch.randperm(8)].split((5, 3), dim=1)):
             norm.weight.grad = None
             for part in parts:
-                form(norm, part).sum().backward()
+                form(norm, part, blocks=BLOCKS).sum().backward()
             grads.append(norm.weight.grad)
         assert grads[0].dtype is torch.float64
         assert torch.equal(grads[0], grads[1])

@@ -34,7 +34,14 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
-from nanotrain.kernels.exact_sums import UNITS, exact_sum, from_units, token_sum, tree_sum
+from nanotrain.kernels.exact_sums import (
+    UNITS,
+    exact_sum,
+    from_units,
+    nan_if_inexact,
+    token_sum,
+    tree_sum,
+)
 from nanotrain.kernels.linear import Linear
 from nanotrain.parallel.tp.region import LayerFunctions, TensorParallel
 
@@ -50,6 +57,13 @@ class UnitBlocks:
 
     num_weight_blocks: int  # of heads, inner widths and the vocabulary; a power of two
     block_length: int  # positions of a block
+    num_tokens: int  # of the largest global batch: the addends of a sum over tokens
+    num_heads: int = 1  # of queries: norms of heads have so many addends per token
+
+    @property
+    def num_rows(self) -> int:
+        """The blocks of positions of the largest global batch: the addends of a weight gradient."""
+        return max(1, self.num_tokens // self.block_length)
 
     def local(self, group: Group) -> int:
         """The blocks of weights of one rank."""
@@ -79,13 +93,13 @@ def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:
     return tree_sum(nodes.unbind())
 
 
-def weight_gradient(scaled: Tensor, rows: Tensor) -> Tensor:
-    """[L, b, O] in units of the grid, [L, b, I] -> [O, I] fp64 in units, an exact sum."""
+def weight_gradient(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
+    """[L, b, O] in units of the grid, [L, b, I] -> [O, I] fp64 in units, an `exact_sum`."""
     step = max(1, PRODUCTS_AT_ONCE // (scaled.shape[2] * rows.shape[2]))
     total = scaled.new_zeros((scaled.shape[2], rows.shape[2]), dtype=torch.float64)
     for grads, inputs in zip(scaled.split(step), rows.split(step), strict=True):
         products = multiply(grads.transpose(1, 2), inputs)
-        total += exact_sum(products.round_(), dims=(0,))
+        total += exact_sum(products.round_(), dims=(0,), num_addends=num_addends)
     return total
 
 
@@ -148,10 +162,14 @@ class _ColumnParallel(torch.autograd.Function):
                 grad_weights.append(None)
                 continue
             scaled = ctx.blocks.rows(grad * UNITS)
-            parts = [weight_gradient(part, rows) for part in scaled.chunk(num_blocks, dim=2)]
+            num_addends = ctx.blocks.num_rows
+            parts = [
+                weight_gradient(part, rows, num_addends=num_addends)
+                for part in scaled.chunk(num_blocks, dim=2)
+            ]
             grad_weights.append(from_units(torch.cat(parts)))
         grad_biases = [
-            token_sum(grad) if is_trained else None
+            token_sum(grad, num_addends=ctx.blocks.num_tokens) if is_trained else None
             for grad, is_trained in zip(grads, trains_biases, strict=True)
         ]
         return grad_x, None, None, None, *grad_weights, *grad_biases
@@ -187,7 +205,9 @@ class _RowParallel(torch.autograd.Function):
         """The gradient of the input, and fp64 gradients of weight and bias."""
         x, weight = ctx.saved_tensors
         needs_dgrad, trains_weight, trains_bias = ctx.needs_input_grad[:3]
-        grad_bias = token_sum(grads[0]) if trains_bias else None
+        grad_bias = None
+        if trains_bias:
+            grad_bias = token_sum(grads[0], num_addends=ctx.blocks.num_tokens)
         full = ctx.tensor_parallel.start_enter(grads[0].contiguous()).wait()
         num_blocks = ctx.blocks.local(ctx.tensor_parallel.group)
         grad_x = None
@@ -199,14 +219,20 @@ class _RowParallel(torch.autograd.Function):
         if trains_weight:
             scaled = ctx.blocks.rows(full * UNITS)
             inputs = ctx.blocks.rows(x).chunk(num_blocks, dim=2)
-            grad_weight = torch.cat([weight_gradient(scaled, part) for part in inputs], dim=1)
+            num_addends = ctx.blocks.num_rows
+            parts = [weight_gradient(scaled, part, num_addends=num_addends) for part in inputs]
+            grad_weight = torch.cat(parts, dim=1)
             grad_weight = from_units(grad_weight)
         return grad_x, grad_weight, grad_bias, None, None
 
 
 def invariant_functions(blocks: UnitBlocks) -> LayerFunctions:
     """The implementations of this file for the blocks of a model."""
-    return LayerFunctions(partial(choose_products, blocks=blocks), look_up, options=blocks)
+    return LayerFunctions(
+        partial(choose_products, blocks=blocks),
+        partial(look_up, num_addends=blocks.num_tokens),
+        options=blocks,
+    )
 
 
 def choose_products(
@@ -234,25 +260,29 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table, and their gradients summed exactly."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, is_masked: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor, is_masked: Tensor, num_addends: int
+    ) -> Tensor:
         """weight [V/tp, H], rows [B, S]; masked rows are -0, which adds nothing to any number."""
         ctx.save_for_backward(rows, is_masked)
         ctx.num_rows = len(weight)
+        ctx.num_addends = num_addends
         return F.embedding(rows, weight).masked_fill_(is_masked[..., None], -0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """[B, S, H] -> [V/tp, H] fp64."""
         rows, is_masked = ctx.saved_tensors
         units = (grads[0] * UNITS).round_().masked_fill_(is_masked[..., None], 0.0)
         total = units.new_zeros((ctx.num_rows, units.shape[-1]), dtype=torch.float64)
         total.index_add_(0, rows.flatten(), units.flatten(0, -2).double())
-        return from_units(total), None, None
+        total += nan_if_inexact(units, num_addends=ctx.num_addends)
+        return from_units(total), None, None, None
 
 
-def look_up(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
+def look_up(tokens: Tensor, weight: Tensor, *, first: int, num_addends: int) -> Tensor:
     """[B, S] -> [B, S, H] by the rows of a shard that starts at token `first`."""
     rows = tokens - first
     is_masked = (rows < 0) | (rows >= len(weight))
-    out: Tensor = _Lookup.apply(weight, rows.masked_fill(is_masked, 0), is_masked)
+    out: Tensor = _Lookup.apply(weight, rows.masked_fill(is_masked, 0), is_masked, num_addends)
     return out

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
-from nanotrain.kernels.exact_sums import LOSS_GRID, UNITS, from_units, on_grid, tree_sum
+from nanotrain.kernels.exact_sums import (
+    LOSS_GRID,
+    UNITS,
+    from_units,
+    nan_if_inexact,
+    on_grid,
+    tree_sum,
+)
 from nanotrain.parallel.tp.invariant import (
     UnitBlocks,
     multiply,
@@ -112,7 +119,8 @@ class _CrossEntropy(torch.autograd.Function):
         on = on_grid(per_token.double(), LOSS_GRID)
         if targets.groups is not None and vocabulary.group.is_first:
             targets.groups.add(on.flatten(), mask.flatten().double(), chunk=slice(None))
-        return on.sum()
+        ctx.fault = nan_if_inexact(on / LOSS_GRID, num_addends=vocabulary.blocks.num_tokens)
+        return on.sum() + ctx.fault
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
             weight.new_zeros(part.shape, dtype=torch.float64)
             for part in (weight.chunk(num_blocks) if trains_weight else ())
         ]
-        scale = grads[0].float()
+        scale = (grads[0] + ctx.fault).float()  # the step of such a loss is skipped
         grad_hidden = torch.empty_like(hidden) if needs_dgrad else None
         for sample in range(len(hidden)):
             rows = vocabulary.blocks.rows(hidden[sample : sample + 1])
@@ -142,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
                 total = sum_over_blocks(parts, vocabulary.group)
                 grad_hidden[sample] = total.view(hidden.shape[1:])
             for block, grad in zip(totals, grad_logits, strict=False):
-                block += weight_gradient(grad * UNITS, rows)
+                block += weight_gradient(grad * UNITS, rows, num_addends=vocabulary.blocks.num_rows)
         grad_weight = from_units(torch.cat(totals)) if trains_weight else None
         return grad_hidden, grad_weight, None, None
 

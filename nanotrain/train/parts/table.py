@@ -10,6 +10,7 @@ all-gather:
 Norms are measured after QK-clip.
 """
 
+from nanotrain.train.parts.exact_range import ExactRange
 from nanotrain.train.parts.fp8_amaxes import Fp8Amaxes
 from nanotrain.train.parts.losses import IndexerLoss, MTPLosses, SourceLosses
 from nanotrain.train.parts.moving_average import MovingAverage
@@ -39,6 +40,7 @@ PARTS: dict[str, type[StepPart]] = {
     "group_norms": GroupNorms,
     "zero_grads": ZeroGrads,
     "stochastic_rounding": StochasticRounding,
+    "exact_range": ExactRange,
     "repeated_step": RepeatedStep,
     "fp8_amaxes": Fp8Amaxes,
 }

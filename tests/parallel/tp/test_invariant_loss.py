@@ -11,7 +11,7 @@ from nanotrain.parallel.tp.loss import Targets, TokenGroups
 from tests.harness import run_ranks
 
 SIZE, PADDED, HIDDEN = 29, 32, 10
-BLOCKS = UnitBlocks(4, block_length=4)
+BLOCKS = UnitBlocks(4, block_length=4, num_tokens=16)
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
