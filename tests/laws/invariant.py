@@ -12,6 +12,8 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
+from nanotrain.train.run import Run
+from nanotrain.train.step import StepOutput
 from tests.laws.worlds import Case, build_here, config_of, train_steps
 
 STEPS = 3
@@ -46,7 +48,11 @@ def invariant(steps: int = STEPS, **sections: dict[str, Any]) -> Case:
 def run_here(ctx: ParallelContext, case: Case) -> RankResult:
     """Train a case on this rank."""
     run = build_here(ctx, case)
-    results = train_steps(run, case.steps)
+    return result_of(run, train_steps(run, case.steps))
+
+
+def result_of(run: Run, results: list[StepOutput]) -> RankResult:
+    """What this rank holds after these steps."""
     state = {box: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
     return RankResult(
         [result.loss for result in results], [result.grad_norm for result in results], state

@@ -4,14 +4,27 @@ weights and optimizer state.
 The suite trains a dozen layouts for three steps; `make layouts` trains `more_layouts` for 20.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.topology.topology import Topology
 from tests.harness import run_ranks
-from tests.laws.invariant import Bits, bits_of, first_difference, invariant, run_here, run_layouts
+from tests.laws.invariant import (
+    Bits,
+    RankResult,
+    bits_of,
+    first_difference,
+    invariant,
+    result_of,
+    run_here,
+    run_layouts,
+)
 from tests.laws.more_layouts import with_mark
-from tests.laws.worlds import GLOBAL_BATCH, Case, train_here
+from tests.laws.test_any_topology import SAVED, save_step
+from tests.laws.worlds import GLOBAL_BATCH, Case, build_here, config_of, train_here, train_steps
 
 MORE_STEPS = 20
 LLAMA = {"num_query_groups": 4, "qk_layernorm": True, "untie_embeddings_and_output_weights": True}
@@ -163,6 +176,46 @@ def test_more_layouts_have_the_bits_of_one_rank(kind: tuple[str, str]) -> None:
     layouts = LAYOUTS + MORE_LAYOUTS
     assert len(layouts) >= 60
     assert_same_bits(layouts, reference, model=model, dtype=dtype, steps=MORE_STEPS)
+
+
+def run_half(ctx: ParallelContext, case: Case, folder: Path) -> RankResult:
+    """Two steps from the beginning and a checkpoint, or two steps from it if there is one."""
+    context = ParallelContext.attach(Topology.of(config_of(case).parallel, ctx.topology.world_size))
+    checkpoint = folder / SAVED if (folder / SAVED).exists() else None
+    run = build_here(context, case, checkpoint=checkpoint, folder=folder)
+    results = train_steps(run, 2)
+    if checkpoint is None:
+        save_step(context, run)
+    return result_of(run, results)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(LAYOUTS[2], LAYOUTS[7]), (LAYOUTS[5], LAYOUTS[3])], ids=["tp", "pp"]
+)
+def test_a_run_that_changes_its_layout_equals_one_that_did_not(
+    tmp_path: Path, first: Any, second: Any
+) -> None:
+    """From tp to ZeRO-3, and from a pipeline to context parallelism, in the middle of four steps."""
+    whole = one_rank("llama", "fp32", 4)
+    for number, (num_ranks, sections) in enumerate((first, second)):
+        case = case_of(sections, model="llama", dtype="fp32", steps=4)
+        bits = bits_of(run_ranks(num_ranks, run_half, case, tmp_path, shares=True))
+        half = slice(2 * number, 2 * number + 2)
+        assert bits.losses == whole.losses[half]
+        assert bits.grad_norms == whole.grad_norms[half]
+    assert not first_difference(Bits(whole.losses, whole.grad_norms, bits.state), whole)
+
+
+def test_windows_and_sgd_have_the_bits_of_one_rank() -> None:
+    """A window that ends within blocks of queries; momentum in place of moments."""
+    sections = {"model": {"window_size": 7}, "optim": {"optimizer": "sgd"}}
+    names = [LAYOUTS[1], LAYOUTS[3], LAYOUTS[10]]
+    case = case_of({"parallel": {}, **sections}, model="llama", dtype="fp32")
+    reference = bits_of(
+        run_ranks(1, run_here, case.but(train={"micro_batch_size": 12}), shares=True)
+    )
+    changed = [(num_ranks, layout_sections | sections) for num_ranks, layout_sections in names]
+    assert_same_bits(changed, reference, model="llama", dtype="fp32")
 
 
 def test_it_trains_as_without_it() -> None:
