@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
+from nanotrain.config.config import Config
+from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
+from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.exact_sums import token_sum
 from nanotrain.model.ends import Embedding, Head
@@ -186,6 +189,18 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     LayerNorm: _layer_norm,
     MLP: _mlp,
 }
+
+
+def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
+    """The blocks of a model, and the addends of a sum in its largest global batch."""
+    schedule = batch_schedule(config)
+    sizes = schedule.sizes if schedule else [global_batch_size(config.train, dp)]
+    return UnitBlocks(
+        num_weight_blocks(config),
+        config.data.seq_length // num_position_blocks(config),
+        num_tokens=max(sizes) * config.data.seq_length,
+        num_heads=config.model.num_attention_heads,
+    )
 
 
 def make_invariant(stage: nn.Module, blocks: UnitBlocks) -> None:

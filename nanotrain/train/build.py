@@ -26,8 +26,6 @@ from nanotrain.comm.registered_memory import build_registered
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.symmetric_memory import has_symmetric_memory
 from nanotrain.config.config import Config
-from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
-from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.origin import DataOrigin, continued
@@ -39,7 +37,7 @@ from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import MTP_TRANSFORMS, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
-from nanotrain.model.invariant import make_invariant
+from nanotrain.model.invariant import make_invariant, unit_blocks
 from nanotrain.model.norm_casts import cast_norms
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
@@ -53,7 +51,7 @@ from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
-from nanotrain.parallel.tp.invariant import UnitBlocks, invariant_functions
+from nanotrain.parallel.tp.invariant import invariant_functions
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.plan.buffers import BufferPlan
@@ -281,19 +279,11 @@ def _model_parallel(
 
 def _invariant_parallel(parallel: ModelParallel, config: Config, *, dp: int) -> ModelParallel:
     """The implementations of `--invariant`, in blocks that follow from the model."""
-    block_length = config.data.seq_length // num_position_blocks(config)
-    schedule = batch_schedule(config)
-    sizes = schedule.sizes if schedule else [global_batch_size(config.train, dp)]
-    blocks = UnitBlocks(
-        num_weight_blocks(config),
-        block_length,
-        num_tokens=max(sizes) * config.data.seq_length,
-        num_heads=config.model.num_attention_heads,
-    )
+    blocks = unit_blocks(config, dp=dp)
     return replace(
         parallel,
         tp=replace(parallel.tp, functions=invariant_functions(blocks)),
-        core_attention=BlockAttention(parallel.cp, block_length),
+        core_attention=BlockAttention(parallel.cp, blocks.block_length),
     )
 
 
