@@ -57,7 +57,7 @@ class _PerToken(torch.autograd.Function):
         return token_sum(grads[0], num_addends=ctx.num_addends), None, None
 
 
-def per_token(weight: Tensor, x: Tensor, blocks: UnitBlocks) -> Tensor:
+def per_token(weight: Tensor, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
     """[H] -> the shape of x, [B, S, H] or [B, S, heads, H]."""
     num_addends = blocks.num_tokens * (blocks.num_heads if x.ndim > 3 else 1)
     out: Tensor = _PerToken.apply(weight, x.shape, num_addends)
@@ -77,7 +77,7 @@ def invariant_layer_norm(norm: LayerNorm, x: Tensor, *, blocks: UnitBlocks) -> T
     normalized = F.layer_norm(x32, x.shape[-1:], eps=norm.eps)
     out = scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks)
     if norm.bias is not None:
-        out = out + per_token(norm.bias, x, blocks)
+        out = out + per_token(norm.bias, x, blocks=blocks)
     return out.to(x.dtype)
 
 
@@ -87,7 +87,7 @@ def scaled(
     """Normalized rows times the weight, or 1 + weight."""
     if weight is None:
         return normalized
-    factors = per_token(weight, normalized, blocks)
+    factors = per_token(weight, normalized, blocks=blocks)
     return normalized * (factors + 1 if is_offset else factors)
 
 
