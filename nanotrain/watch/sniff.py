@@ -6,7 +6,8 @@
 
 Each rank repeats what it measures, and the fastest counts: a busy machine is no broken one. Pairs
 exchange in rounds, in which every rank has another peer. Collectives are shown and not judged: in
-them all ranks wait for the slowest.
+them all ranks wait for the slowest. Of an even number of measurements the median is the faster one
+of the middle two: of two hosts the slower one is then an outlier, and not half of the median.
 """
 
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 
 import torch
 from torch import Tensor
@@ -218,8 +219,14 @@ def disk_s(folder: Path) -> float:
     """Seconds to write and flush a file, which is removed.
 
     Raises:
-        EnvironmentFault: the folder cannot be written.
+        EnvironmentFault: the folder is not there, or cannot be written.
     """
+    if not folder.is_dir():
+        raise EnvironmentFault(
+            f"{folder} is no folder",
+            why=f"its disk is tested on host {platform.node()}",
+            fix="make the folder, or name another one",
+        )
     path = folder / f".doctor-{platform.node()}-{os.getpid()}"
     data = os.urandom(DISK_BYTES)
     with disk_errors(path, needed=DISK_BYTES, fix="choose another folder"):
@@ -257,7 +264,7 @@ def outliers(measurements: Iterable[Measurement], *, factor: float = FACTOR) -> 
             by_group.setdefault(measurement.group, []).append(measurement)
     found: list[Outlier] = []
     for (kind, _, _), members in by_group.items():
-        middle = median(member.seconds for member in members)
+        middle = median_low(member.seconds for member in members)
         if kind == "clock":
             middle = 0.0
         slow = [
@@ -323,7 +330,7 @@ def describe(measurements: Sequence[Measurement], found: Sequence[Outlier]) -> s
     rows = [["", "median", "slowest", ""]]
     for label, members in labels.items():
         slowest = max(members, key=lambda member: member.seconds)
-        middle = median(member.seconds for member in members)
+        middle = median_low(member.seconds for member in members)
         name = f"rank {slowest.rank}"
         if slowest.peer is not None:
             name = f"ranks {slowest.rank} and {slowest.peer}"

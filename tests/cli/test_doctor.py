@@ -32,7 +32,7 @@ def test_an_outlier_is_exit_code_1(tmp_path, capsys, monkeypatch):
     ("flags", "message"),
     [
         (["--factor", "1"], "'1' is no factor above 1"),
-        (["--folder", "/none/at/all"], "/none/at/all does not exist any more"),
+        (["--folder", "/none/at/all"], "/none/at/all is no folder: its disk is tested on host"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--lr", "1"], "unrecognized arguments: --lr 1"),
     ],

@@ -59,6 +59,18 @@ def test_a_slow_rank_is_named_and_a_host_of_slow_ranks():
     assert outliers(products(**even, r4=0.030, r5=0.040), factor=5.0) == []
 
 
+def test_of_two_hosts_the_slower_one_is_named():
+    (host,) = outliers(products(r0=0.010, r1=0.011, r2=0.030, r3=0.040))
+    assert host == Outlier("host node1 (all its ranks)", "product", 0.035, 0.011)
+    disks = [
+        Measurement("disk", seconds, rank, f"node{rank}") for rank, seconds in enumerate((1, 4))
+    ]
+    (disk,) = outliers(disks)
+    assert (
+        disk.text == "rank 1 on host node1: disk takes 4,000.0 ms, 4.0 times the median 1,000.0 ms"
+    )
+
+
 def test_differences_that_are_noise_are_no_outliers():
     assert outliers(products(r0=0.001, r1=0.001, r2=0.001, r3=0.005)) == []
 
@@ -130,5 +142,5 @@ def test_one_rank_has_no_peer_and_a_folder_that_cannot_be_written_is_an_error(tm
     assert require_sound(context, tmp_path, factor=2.0).startswith(
         "preflight: no outlier among 1 rank"
     )
-    with pytest.raises(EnvironmentFault, match="does not exist any more"):
+    with pytest.raises(EnvironmentFault, match="none is no folder"):
         sniff.measure(context, tmp_path / "none")
