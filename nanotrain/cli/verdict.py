@@ -32,10 +32,12 @@ def verdict(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if (args.run is None) == (not rest):
         parser.error("name a run folder, or the arguments of its training")
+    if args.since is not None and args.exit_code is None:
+        parser.error("--since without --exit-code has no effect: add --exit-code")
     if args.exit_code is None:
         found = newest_verdict(args.run or folder_of(rest))
     else:
-        found = judged(args.run, rest, code=args.exit_code, since_s=args.since)
+        found = judged(args.run, rest, code=args.exit_code, since_s=args.since or 0.0)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -57,7 +59,6 @@ def verdict_parser() -> CommandParser:
     parser.add_argument(
         "--since",
         type=not_negative,
-        default=0.0,
         metavar="S",
         help="when that attempt began, in seconds since 1970 (default: after the last verdict)",
     )
@@ -69,8 +70,14 @@ def newest_verdict(folder: Path) -> Verdict:
     """The newest verdict of a run.
 
     Raises:
-        EnvironmentFault: the folder has none.
+        EnvironmentFault: the folder is not there, or has none.
     """
+    if not folder.is_dir():
+        raise EnvironmentFault(
+            f"{folder} is no run folder",
+            why="there is no such folder",
+            fix="check its path, or name --run-dir as in the training",
+        )
     verdicts = read_verdicts(folder)
     if not verdicts:
         raise EnvironmentFault(

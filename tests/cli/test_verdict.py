@@ -51,6 +51,8 @@ def test_a_training_that_fails_notes_why(tmp_path, capsys):
     [
         ([], "name a run folder, or the arguments of its training"),
         (["RUN"], "has no verdict"),
+        (["/none/at/all"], "/none/at/all is no run folder: there is no such folder"),
+        (["RUN", "--since", "5"], "--since without --exit-code has no effect"),
         (["RUN", "--exit-code", "300"], "'300' is no exit code from 0 to 255"),
         (["RUN", "--lr", "1"], "name a run folder, or the arguments of its training"),
     ],
