@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
 from typing import Any
 
+from nanotrain.errors import ConfigError
 from nanotrain.planner.run_calendar import (
     DAY_S,
     RunConditions,
@@ -44,9 +45,18 @@ class RunCalendar:
         """The calendar of a run under given conditions.
 
         Raises:
-            ConfigError: the run makes no progress.
+            ConfigError: the run makes no progress, or ends after the year 9999.
         """
-        return cls(conditions, simulate(conditions), start, gpu_hour_price)
+        runs = simulate(conditions)
+        days_left = (date.max - start).days
+        if runs.late_s / DAY_S >= days_left:
+            raise ConfigError(
+                f"the run takes {runs.late_s / DAY_S:.3g} days",
+                why=f"from {start:%Y-%m-%d} it ends after the year 9999",
+                fix="lower --train-tokens or --train-iters, --repair-hours, or --start-date, "
+                "or raise --spare-hosts",
+            )
+        return cls(conditions, runs, start, gpu_hour_price)
 
     @property
     def num_paid_gpus(self) -> int:
@@ -137,6 +147,8 @@ class RunCalendar:
         """The spare hosts of the run, and how many have a host ready for 99 % of failures."""
         run = self.conditions
         hosts = count_of(run.spare_hosts, "host")
+        if not needed_spares(run):
+            return f"{hosts}; none is needed: no failure takes a host"
         needed = count_of(needed_spares(run), "host")
         hours = run.repair_s / 3600
         return f"{hosts}; with {needed} 99 % of failed hosts are replaced at once, {hours:g} h each"

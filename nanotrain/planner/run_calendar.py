@@ -20,7 +20,7 @@ for failures during restarts and the best interval.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -196,6 +196,9 @@ def needed_spares(run: RunConditions) -> int:
 
     The number of hosts in repair is Poisson distributed, with failures per second times `repair_s`
     as its mean, while the run replaces each at once.
+
+    Raises:
+        ConfigError: more than `MAX_SPARES` hosts would be in repair at once.
     """
     takes_host = np.array([item.takes_host for item in run.components], dtype=bool)
     mean = float(run.rates[takes_host].sum()) * run.repair_s
@@ -204,7 +207,11 @@ def needed_spares(run: RunConditions) -> int:
         share += math.exp(spares * math.log(mean) - mean - math.lgamma(spares + 1)) if mean else 1
         if share >= SPARES_SUFFICE:
             return spares + 1 if mean else 0
-    return MAX_SPARES
+    raise ConfigError(
+        f"more than {MAX_SPARES:,} hosts would be in repair at once",
+        why=f"{mean:.3g} hosts fail in the {run.repair_s / 3600:,.0f} hours of a repair",
+        fix="lower --repair-hours, --gpu-failures or --host-failures",
+    )
 
 
 def require_end(run: RunConditions) -> None:
@@ -216,11 +223,15 @@ def require_end(run: RunConditions) -> None:
     share = goodput(run)
     if share >= MIN_GOODPUT:
         return
+    fixes = ["a shorter --restart-s", "a shorter --save-stall-s", "fewer failures"]
+    best = best_interval(run)
+    if goodput(replace(run, save_interval=best)) >= MIN_GOODPUT:
+        fixes = [f"--save-interval {best}"]
     raise ConfigError(
         f"a run of {run.num_gpus:,} GPUs would spend {share:.2%} of its time on steps",
         why=f"a failure comes every {run.between_failures_s / 60:,.1f} minutes, a restart takes "
         f"{run.restart_s / 60:,.1f} and a save follows after {run.cycle_s / 60:,.1f}",
-        fix=f"--save-interval {best_interval(run)}, a shorter --restart-s, or fewer failures",
+        fix=" or ".join(fixes),
     )
 
 

@@ -139,7 +139,11 @@ def test_a_run_that_loses_all_its_work_is_refused():
     run = conditions(98_304, save_interval=10_000)
     with pytest.raises(ConfigError, match="of its time on steps") as error:
         simulate(run)
-    assert f"--save-interval {best_interval(run)}," in error.value.fix
+    assert error.value.fix == f"--save-interval {best_interval(run)}"
+    run = conditions(98_304, restart_s=1e6)
+    with pytest.raises(ConfigError, match="of its time on steps") as error:
+        simulate(run)
+    assert "--restart-s" in error.value.fix and "--save-interval" not in error.value.fix
 
 
 def published(name: str) -> float:
