@@ -239,13 +239,14 @@ class TypedRecorder(Recorder):
             elif isinstance(value, Tensor):
                 common.append(value)
         number = next((item for item in values if isinstance(item, (int, float))), None)
-        is_in_place = any(item[0] is target for item in lists for target in written)
+        written_ids = {id(tensor) for tensor in written}
+        is_in_place = any(id(item[0]) in written_ids for item in lists)
         for index in range(max(map(len, lists), default=0)):
             operands = [item[index] for item in lists if index < len(item)]
             targets = operands
             if not is_in_place:
                 targets = written[index : index + 1]
-            written_now = [item for item in targets if any(item is target for target in written)]
+            written_now = [item for item in targets if id(item) in written_ids]
             kinds = self._elementwise(
                 "mul", [*operands, *common], targets=written_now, number=number
             )
