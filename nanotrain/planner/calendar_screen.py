@@ -148,7 +148,7 @@ class RunCalendar:
         run = self.conditions
         hosts = count_of(run.spare_hosts, "host")
         if not needed_spares(run):
-            return f"{hosts}; none is needed: no failure takes a host"
+            return f"{hosts}; none is needed: no host is ever in repair"
         needed = count_of(needed_spares(run), "host")
         hours = run.repair_s / 3600
         return f"{hosts}; with {needed} 99 % of failed hosts are replaced at once, {hours:g} h each"

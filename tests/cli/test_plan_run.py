@@ -50,7 +50,10 @@ def test_what_is_given_and_what_follows_from_the_plan_are_conditions_of_a_run(ca
         ([*RUN, "--run", "--gpu-failures", "-1"], "'-1' is no number of at least 0"),
         ([*RUN, "--run", "--start-date", "soon"], "'soon' is no date such as 2026-12-31"),
         ([*RUN, "--run", "--train-iters", "0"], "the run has no step: --train-iters is 0"),
-        ([*RUN, "--run", "--gpu-failures", "1e9"], "of its time on steps: a failure comes every"),
+        (
+            [*RUN, "--run", "--software-failures", "1e9"],
+            "of its time on steps: a failure comes every",
+        ),
         ([*RUN, "--run", "--start-date", "9999-12-31"], "from 9999-12-31 it ends after the year"),
         ([*RUN, "--run", "--repair-hours", "1e12"], "more than 100,000 hosts would be in repair"),
     ],

@@ -33,7 +33,7 @@ def test_a_run_without_failures_ends_on_its_day():
     assert text[6] == (
         "saves       at the end, 0.0 s each; best: every 1,000 steps, goodput 100.0% in the long run"
     )
-    assert text[7] == "spares      1 host; none is needed: no failure takes a host"
+    assert text[7] == "spares      1 host; none is needed: no host is ever in repair"
 
 
 def test_values_have_no_cost_without_a_price_and_an_interval_without_failures_is_unset():
