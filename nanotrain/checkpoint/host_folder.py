@@ -41,9 +41,12 @@ def host_root(base: Path, host: str) -> Path:
     """The folder of this user for a host, made if it is missing.
 
     Raises:
-        EnvironmentFault: it cannot be made, or is somebody else's: others may write to a memory
-            file system too.
+        EnvironmentFault: the memory file system is missing, or the folder cannot be made or is
+            somebody else's: others may write to a memory file system too.
     """
+    if not base.is_dir():
+        why = "checkpoints in memory need a memory file system on every host"
+        raise EnvironmentFault(f"{base} is no folder", why=why, fix=_FIX)
     root = base / f"nanotrain-{os.getuid()}"
     with disk_errors(root, fix=_FIX):
         with suppress(FileExistsError):

@@ -53,3 +53,8 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(EnvironmentFault, match="it is no folder of user"):
         host_root(tmp_path, "a")
+
+
+def test_a_file_system_that_is_missing_names_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="missing is no folder.*--memory-checkpoint-dir"):
+        host_root(tmp_path / "missing", "a")

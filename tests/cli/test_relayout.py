@@ -82,6 +82,19 @@ def test_a_plan_of_the_same_layout_sends_nothing(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--replay-interval 2", "--replay-interval without a second replica"),
+        ("--memory-checkpoint-interval 2", "keeps its layout"),
+    ],
+)
+def test_a_run_with_replicas_or_memory_keeps_them(flag: str, message: str, capsys) -> None:
+    line = ["relayout", "--plan", "--from", f"{SMALL} {flag}", "--world-size", "2"]
+    assert main([*line, "--tensor-model-parallel-size", "2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--tensor-model-parallel-size", "3"], "cannot be shared by tp=3 ranks"),
