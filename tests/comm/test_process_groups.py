@@ -53,8 +53,8 @@ class Splits:
             ),
         )
 
-    def split(self, *, split_ranks, timeout, group_desc):
-        assert timeout == TIMEOUT
+    def split(self, *, parent_pg, split_ranks, timeout, group_desc):
+        assert parent_pg is dist.group.WORLD and timeout == TIMEOUT
         self.calls.append((group_desc, split_ranks))
         part = next((part for part in split_ranks if self.rank in part), None)
         return None if part is None else SimpleNamespace(ranks=tuple(part), size=len(part))
