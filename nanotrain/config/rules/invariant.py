@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nanotrain.config.invariant import num_position_blocks, num_weight_blocks, sharded_sizes
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 
 @dataclass(frozen=True)
@@ -177,16 +178,16 @@ def check_invariant_blocks(c: Settings) -> Errors:
         sizes = ", ".join(f"{name} {size}" for name, size in sharded_sizes(c.config).items())
         yield ConfigError(
             f"invariant with tensor_model_parallel_size {c.tp}",
-            why=f"products are computed in {num_blocks} blocks, the largest power of two up to 8 "
-            f"that divides {sizes}; a rank owns whole blocks",
+            why=f"products are computed in {count_of(num_blocks, 'block')}, the largest power of "
+            f"two up to 8 that divides {sizes}; a rank owns whole blocks",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
         )
     num_blocks = num_position_blocks(c.config)
     if c.cp > 1 and num_blocks % (2 * c.cp) != 0:
         yield ConfigError(
             f"invariant with context_parallel_size {c.cp}",
-            why=f"sequences are computed in {num_blocks} blocks of positions, the largest power of "
-            f"two up to 4 that divides seq_length {c.data.seq_length}; a rank owns two chunks of "
-            "whole blocks",
+            why=f"sequences are computed in {count_of(num_blocks, 'block')} of positions, the "
+            f"largest power of two up to 4 that divides seq_length {c.data.seq_length}; a rank "
+            "owns two chunks of whole blocks",
             fix=f"set --context-parallel-size to {max(1, num_blocks // 2)} or less",
         )
