@@ -21,6 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanotrain.train import fit as trainer
+from nanotrain.train import phases
 from nanotrain.train.main import main
 from tests.harness import HANG_S, forkserver, run_ranks
 from tests.laws.command_line import (
@@ -227,7 +228,9 @@ def test_a_run_stops_at_its_time_limit_and_resumes(
 
     # A clock that goes on by a second with every look: at the start, and once before each step.
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "time", SimpleNamespace(monotonic=partial(next, count())))
+        clock = SimpleNamespace(monotonic=partial(next, count()))
+        patch.setattr(phases, "time", clock)
+        patch.setattr(trainer, "time", clock)
         assert main(arguments(timed, endless, "--exit-duration-in-mins 0.1")) == 0
 
     done = len(steps_of(timed))
