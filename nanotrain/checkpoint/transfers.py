@@ -288,8 +288,12 @@ def _plan_piece(
     """
     transfers = []
     missing = [piece]
-    by_load = lambda index: (load[sources.entries[index][0]], sources.entries[index][0])  # noqa: E731
-    for index in sorted(sources.overlapping(piece), key=by_load):
+
+    def load_of(index: int) -> tuple[int, int]:
+        source = sources.entries[index][0]
+        return load[source], source
+
+    for index in sorted(sources.overlapping(piece), key=load_of):
         entry = sources.entries[index]
         copies, missing = _take(entry, missing, target=target, rank=rank, size=size)
         for copy in copies:
