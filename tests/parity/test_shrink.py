@@ -312,6 +312,9 @@ OF_RUNS = (
     *(
         "train.check_weight_hash",
         "train.rerun_mode",
+        "train.replay_interval",
+        "train.preflight",
+        "train.straggler_",
         "train.manual_gc",
         "train.profile",
         "train.trackers",
