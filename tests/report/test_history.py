@@ -191,7 +191,13 @@ def test_every_value_that_was_written_is_read_back_at_its_step(
 def test_every_field_of_starts_samples_and_checkpoints_is_read_back(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     starts = [
-        {"step": 3 * n, "time_s": 10.5 + n, "world_size": 2 + n, "changed": {"a.b": [n, "x"]}}
+        {
+            "step": 3 * n,
+            "time_s": 10.5 + n,
+            "world_size": 2 + n,
+            "changed": {"a.b": [n, "x"]},
+            "in_place": n == 1,
+        }
         for n in range(3)
     ]
     (folder / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
