@@ -158,9 +158,8 @@ def test_restarts_are_marked_with_what_changed(tmp_path: Path) -> None:
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     (folder / "metrics-superseded.jsonl").write_text('{"step": 21, "step_time_s": 1800}\n')
     page = render([RunHistory.read(folder)])
-    assert (
-        '{"step":20,"time_s":9.0,"world_size":3,"changed":{"train.train_iters":[20,40]}}]]' in page
-    )
+    changed = '"changed":{"train.train_iters":[20,40]}'
+    assert '{"step":20,"time_s":9.0,"world_size":3,' + changed + ',"in_place":false}]]' in page
     assert "train.train_iters 20 -&gt; 40" in page and "1 steps again, 0.50 hours" in page
 
 
