@@ -40,6 +40,7 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain checkpoint": "tests/laws/test_object_storage.py",  # of addresses
     "$ nanotrain checkpoint import-dcp": "tests/interop/dcp",
     "nanotrain data": "tests/cli/test_data.py",
+    "nanotrain doctor": "tests/cli/test_doctor.py",
     "nanotrain dry-run": "tests/dry_run",
     "nanotrain prove": "tests/prove",
     "nanotrain plan": "tests/cli/test_plan.py",
@@ -49,6 +50,7 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain generate --nproc-per-node": "tests/cli/test_launch.py",
     "nanotrain parity": "tests/parity",
     "nanotrain prepare": "tests/prepare",  # with a tokenizer that is trained
+    "nanotrain relayout": "tests/cli/test_relayout.py",
     "nanotrain sweep": "tests/cli/test_sweep.py",
     "nanotrain timeline": "tests/report/test_timeline.py",
     "nanotrain topology --schedule": "tests/parallel/pp/test_draw.py",
