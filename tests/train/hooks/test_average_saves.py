@@ -81,7 +81,9 @@ def hook_in(folder: Path, *, checkpoint: Path | None = None) -> tuple[AverageSav
         context=SimpleNamespace(control=SimpleNamespace(is_first=True)),
         folder=SimpleNamespace(path=folder),
         config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=100)),
-        inputs=SimpleNamespace(checkpoint=checkpoint or folder / "checkpoints" / step_folder(2)),
+        inputs=SimpleNamespace(
+            checkpoint=checkpoint or folder / "checkpoints" / step_folder(2), live=None
+        ),
         state=SimpleNamespace(step=2),
     )
     hook.begin_writing(run, step=2)
