@@ -109,8 +109,8 @@ def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
-    def note(run, hooks):
-        train(run, hooks)
+    def note(run, hooks, **options):
+        goes_on = train(run, hooks, **options)
         seen.append(
             (
                 torch.get_deterministic_debug_mode(),
@@ -120,6 +120,7 @@ def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
         )
         seen.append((os.environ["NCCL_ALGO"], os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         seen.append((matmul.allow_bf16_reduced_precision_reduction,))
+        return goes_on
 
     monkeypatch.setattr(phases, "fit", note)
     flags = ["--train-iters", "1", "--bf16", "--no-save"]

@@ -39,6 +39,7 @@ def test_validation_comes_before_the_log_that_reports_it():
         "Profile",
         "Sample",
         "Report",
+        "Relayout",
         "Summary",
     ]
     assert names == [f"{name}Hook" for name in hooks]
