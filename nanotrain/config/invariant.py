@@ -20,7 +20,8 @@ def num_weight_blocks(config: Config) -> int:
     """The largest power of two up to 8 that divides all sharded sizes of the model.
 
     >>> from nanotrain.config.config import ModelConfig
-    >>> model = ModelConfig(num_attention_heads=12, num_query_groups=4, ffn_hidden_size=2048)
+    >>> sizes = {"num_attention_heads": 12, "num_query_groups": 4, "ffn_hidden_size": 2048}
+    >>> model = ModelConfig(vocab_size=256, **sizes)
     >>> num_weight_blocks(Config(model=model))
     4
     """

@@ -191,7 +191,7 @@ def rounds_of(num_ranks: int, *, most: int = MAX_ROUNDS) -> list[list[int]]:
     """Rounds in which ranks meet in pairs, by the circle method; a rank without a peer has itself.
 
     >>> rounds_of(4)
-    [[3, 2, 1, 0], [2, 3, 0, 1], [1, 0, 3, 2]]
+    [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
     >>> rounds_of(1)
     []
 
