@@ -10,7 +10,7 @@ import pytest
 
 from nanotrain.untrusted import read_rows
 from tests.harness import run_ranks
-from tests.laws.command_line import assert_same_to_the_bit
+from tests.laws.command_line import arguments, assert_same_to_the_bit
 from tests.laws.relayouts import (
     BORDER,
     DENSE,
@@ -58,6 +58,7 @@ NUM_RANDOM = 200 if os.environ.get("NANOTRAIN_DRILLS") == "1" else 6
 
 def compare(folder: Path, pair: Pair) -> None:
     """Train both ways, and compare steps and checkpoints."""
+    arguments(folder / "changed")  # writes the corpus, before several ranks look for it
     _, before, after = pair
     run_ranks(before.ranks, changed, folder / "changed", *pair)
     run_ranks(before.ranks, resumed, folder / "resumed", *pair)
