@@ -28,6 +28,9 @@ SQUARE_GRIDS = (2.0**-12, 2.0**-40, 2.0**-68, 2.0**-96)
 LOSS_GRID = 2.0**-21
 MOST_UNITS = 2.0**52  # half of the range of exact sums
 HALF_OF_53_BITS = 1.5 * 2.0**52
+# Elementwise kernels compute the last elements of a tensor, less than a vector, in another way.
+# Tensors are padded to two vectors of 16-bit numbers of the widest registers.
+VECTOR_ELEMENTS = 64
 SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
 
 

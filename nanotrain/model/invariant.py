@@ -7,11 +7,11 @@ IMPLEMENTATIONS by the type of the module. A module with parameters and without 
     norms                             by rows; gradients of weights are exact sums over tokens
     activations                       in whole vectors: the kernels compute the last elements of a
                                       tensor by another formula
-    attention                         parallel/cp/block_attention.py, chosen in train/build.py
+    attention                         parallel/cp/block_attention.py, by `invariant_parallel`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from nanotrain.config.config import Config
 from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
 from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.batch import Batch
-from nanotrain.kernels.exact_sums import token_sum
+from nanotrain.kernels.exact_sums import VECTOR_ELEMENTS, token_sum
+from nanotrain.model.context import ModelParallel
 from nanotrain.model.ends import Embedding, Head
 from nanotrain.model.mlp import MLP
 from nanotrain.model.norm import LayerNorm, RMSNorm
-from nanotrain.parallel.tp.invariant import UnitBlocks
+from nanotrain.parallel.cp.block_attention import BlockAttention
+from nanotrain.parallel.tp.invariant import UnitBlocks, invariant_functions
 from nanotrain.parallel.tp.invariant_loss import BlockedVocabulary, blocked_cross_entropy
 from nanotrain.parallel.tp.layers import (
     SEQUENCE,
@@ -38,8 +40,6 @@ from nanotrain.parallel.tp.layers import (
 )
 from nanotrain.parallel.tp.loss import Targets
 from nanotrain.precision.dtypes import as_fp32
-
-VECTOR_ELEMENTS = 64  # two vectors of 16-bit numbers of the widest registers
 
 
 class _PerToken(torch.autograd.Function):
@@ -200,6 +200,22 @@ def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
         config.data.seq_length // num_position_blocks(config),
         num_tokens=max(sizes) * config.data.seq_length,
         num_heads=config.model.num_attention_heads,
+    )
+
+
+def invariant_parallel(parallel: ModelParallel, config: Config, *, dp: int) -> ModelParallel:
+    """The implementations that layers and attention choose when they are built.
+
+    Args:
+        parallel: groups and options of the layers of a run.
+        config: configuration of the run.
+        dp: number of data-parallel ranks.
+    """
+    blocks = unit_blocks(config, dp=dp)
+    return replace(
+        parallel,
+        tp=replace(parallel.tp, functions=invariant_functions(blocks)),
+        core_attention=BlockAttention(parallel.cp, blocks.block_length),
     )
 
 

@@ -8,6 +8,7 @@
     matrix_update.py, heads.py          the update of matrices, and of the heads of a projection
     whole_matrix_state.py, fixed_norm.py
                                         state per matrix, and updates that keep its norm
+    arithmetic.py, invariant.py         how a step sums squares and applies a rule
     state.py, stored.py, offload.py     state of a shard, its dtypes, state in host memory
     distributed.py                      the distributed optimizer
     sharded_module.py                   data parallelism and this optimizer for any torch module
@@ -17,11 +18,13 @@ It holds main params and optimizer state; buffers, gradient reduction and the pa
 are in `nanotrain.parallel.dp`.
 
 OPTIMIZERS holds the update rules, by the values of `--optimizer`. A new rule is one file and one
-row.
+row. ARITHMETICS holds the ways to sum, by `Precision.sums_exactly`.
 """
 
+from nanotrain.optim.arithmetic import PLAIN_ARITHMETIC, StepArithmetic
 from nanotrain.optim.elementwise import ADAM, LION, SGD
 from nanotrain.optim.hyperball import ADAM_H, MUON_H
+from nanotrain.optim.invariant import EXACT_ARITHMETIC
 from nanotrain.optim.muon import MUON
 from nanotrain.optim.normuon import NORMUON
 from nanotrain.optim.rule import UpdateRule
@@ -35,3 +38,4 @@ OPTIMIZERS: dict[str, UpdateRule] = {
     "muon_h": MUON_H,
     "adam_h": ADAM_H,
 }
+ARITHMETICS: dict[bool, StepArithmetic] = {False: PLAIN_ARITHMETIC, True: EXACT_ARITHMETIC}

@@ -28,11 +28,9 @@ from torch.profiler import record_function
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim import OPTIMIZERS
-from nanotrain.optim.arithmetic import PLAIN_ARITHMETIC
+from nanotrain.optim import ARITHMETICS, OPTIMIZERS
 from nanotrain.optim.average import WeightAverage
 from nanotrain.optim.frozen import FrozenState, frozen_states
-from nanotrain.optim.invariant import EXACT_ARITHMETIC
 from nanotrain.optim.matrix_routes import grid_groups
 from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.offload import HostUpdate
@@ -94,7 +92,7 @@ class DistributedOptimizer:
         self.loss_scale = loss_scale
         self._config = config
         self._world = groups["world"]
-        self._arithmetic = EXACT_ARITHMETIC if precision.sums_exactly else PLAIN_ARITHMETIC
+        self._arithmetic = ARITHMETICS[precision.sums_exactly]
         self._rule = self._arithmetic.form_of(OPTIMIZERS[config.optimizer])
         self._wrappers = wrappers
         trained = [wrapper for wrapper in wrappers if isinstance(wrapper, DataParallel)]
@@ -164,7 +162,7 @@ class DistributedOptimizer:
         is_local_finite = local[0].isfinite()  # before the all-reduce, which may be in place
         total = local if sums is None else torch.cat([local, sums])
         all_reduce(total, self._world)
-        squares, sums = total[: len(local)], total[len(local) :]
+        squares = total[: len(local)]
         norm = self._arithmetic.join(squares).sqrt() / scale
         is_finite = norm.isfinite()
         factor = clip_factor(norm, self._config.clip_grad) / scale
@@ -184,7 +182,7 @@ class DistributedOptimizer:
         # named in traces as torch names its optimizers
         with record_function(f"Optimizer.step#{self._config.optimizer}"):
             self._run_rules(step)
-        return Update(norm, ~is_finite, sums, scale, is_local_finite)
+        return Update(norm, ~is_finite, total[len(local) :], scale, is_local_finite)
 
     def _scale_grads(self, factor: Tensor) -> None:
         """Unscale and clip the gradients."""

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.kernels.exact_sums import SQUARE_GRIDS, join_bins, square_bins
+from nanotrain.kernels.exact_sums import (
+    SQUARE_GRIDS,
+    VECTOR_ELEMENTS,
+    join_bins,
+    square_bins,
+)
 from nanotrain.optim.arithmetic import StepArithmetic
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
-
-VECTOR_ELEMENTS = 64
 
 
 def _local_bins(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:

@@ -37,21 +37,19 @@ from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import MTP_TRANSFORMS, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
-from nanotrain.model.invariant import make_invariant, unit_blocks
+from nanotrain.model.invariant import invariant_parallel, make_invariant
 from nanotrain.model.norm_casts import cast_norms
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp import build_core_attention
-from nanotrain.parallel.cp.block_attention import BlockAttention
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
-from nanotrain.parallel.tp.invariant import invariant_functions
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.plan.buffers import BufferPlan
@@ -170,7 +168,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
     if plan.config.precision.invariant:
-        parallel = _invariant_parallel(parallel, plan.config, dp=context.group("dp").size)
+        parallel = invariant_parallel(parallel, plan.config, dp=context.group("dp").size)
     module = Stage(plan.config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = []
     for buffer in stage.buffers:
@@ -274,16 +272,6 @@ def _model_parallel(
         dp=context.group("dp"),
         cp=context.group("cp"),
         cp_comm_type=parallel.cp_comm_type,
-    )
-
-
-def _invariant_parallel(parallel: ModelParallel, config: Config, *, dp: int) -> ModelParallel:
-    """The implementations of `--invariant`, in blocks that follow from the model."""
-    blocks = unit_blocks(config, dp=dp)
-    return replace(
-        parallel,
-        tp=replace(parallel.tp, functions=invariant_functions(blocks)),
-        core_attention=BlockAttention(parallel.cp, blocks.block_length),
     )
 
 

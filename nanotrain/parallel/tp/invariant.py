@@ -138,20 +138,11 @@ class _ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         tensor_parallel = ctx.tensor_parallel
         num_blocks = ctx.blocks.local(tensor_parallel.group)
-        needs_dgrad = ctx.needs_input_grad[0]
         trains_weights = ctx.needs_input_grad[4 : 4 + ctx.num_layers]
         trains_biases = ctx.needs_input_grad[4 + ctx.num_layers :]
         grad_x = None
-        if needs_dgrad:
-            grad_rows = [ctx.blocks.rows(grad).chunk(num_blocks, dim=2) for grad in grads]
-            parts = []
-            for index in range(num_blocks):
-                part: Tensor | None = None
-                for blocks, weight in zip(grad_rows, weights, strict=True):
-                    product = multiply(blocks[index], weight.chunk(num_blocks)[index])
-                    part = product if part is None else part + product
-                assert part is not None, "there is a layer"
-                parts.append(part)
+        if ctx.needs_input_grad[0]:
+            parts = _input_gradients(grads, weights, blocks=ctx.blocks, num_blocks=num_blocks)
             total = sum_over_blocks(parts, tensor_parallel.group)
             full = total.view(*grads[0].shape[:2], -1).to(x.dtype)
             grad_x = tensor_parallel.local_slice(full)
@@ -173,6 +164,21 @@ class _ColumnParallel(torch.autograd.Function):
             for grad, is_trained in zip(grads, trains_biases, strict=True)
         ]
         return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+def _input_gradients(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], *, blocks: UnitBlocks, num_blocks: int
+) -> list[Tensor]:
+    """The gradient of the input [L, b, I] by each block of outputs, added over the layers."""
+    grad_rows = [blocks.rows(grad).chunk(num_blocks, dim=2) for grad in grads]
+    matrices = [weight.chunk(num_blocks) for weight in weights]
+    parts = []
+    for index in range(num_blocks):
+        part = multiply(grad_rows[0][index], matrices[0][index])
+        for rows, matrix in zip(grad_rows[1:], matrices[1:], strict=True):
+            part = part + multiply(rows[index], matrix[index])
+        parts.append(part)
+    return parts
 
 
 class _RowParallel(torch.autograd.Function):
