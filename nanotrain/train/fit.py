@@ -279,10 +279,11 @@ class _Loop:
             train.eval_interval,
             train.report_interval,
             self.run.config.checkpoint.save_interval,
-            self.run.config.checkpoint.memory_checkpoint_interval,
         )
         is_due = any(interval and step % interval == 0 for interval in intervals)
-        return is_due or step == train.train_iters
+        if is_due or step == train.train_iters:
+            return True
+        return any(hook.needs_numbers(self.run, step) for hook in self.hooks)
 
     def _is_finished(self) -> bool:
         train = self.run.config.train
@@ -297,8 +298,8 @@ class _Loop:
         return self.is_at_end
 
     def _wants_stop(self) -> bool:
-        if self.run.inputs.live is not None and not self._has_stepped:
-            return False  # the state is nowhere else: hooks save it once there was a step
+        if self.run.inputs.is_unsaved and not self._has_stepped:
+            return False  # hooks save the state once there was a step
         if self.run.stop:
             return True
         limit = self.run.config.train.exit_duration_in_mins

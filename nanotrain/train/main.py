@@ -125,7 +125,6 @@ def _train(loaded: Loaded) -> None:
         from nanotrain.train.checks import Start, run_checks
         from nanotrain.train.inputs import open_inputs
         from nanotrain.train.phases import largest_memory, train_in_phases
-        from nanotrain.watch.sniff import require_sound
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
@@ -163,11 +162,6 @@ def _train(loaded: Loaded) -> None:
             plan.topology, device=config.train.device, timeout_s=timeout_s
         ) as context:
             start_logging(coordinates=context.coords_text, is_first=is_first)
-            if config.train.preflight:
-                log.info(
-                    "%s",
-                    require_sound(context, folder.path, factor=config.train.preflight_factor),
-                )
             train_in_phases(plan, inputs, context=context, planned=memory)
 
 

@@ -60,6 +60,7 @@ from nanotrain.train.resume.from_memory import open_memory_checkpoints
 from nanotrain.train.run import Run, RunInputs, TrainState
 from nanotrain.train.same_start import require_same_start
 from nanotrain.train.trackers.table import enabled_trackers
+from nanotrain.watch.sniff import require_sound
 from nanotrain.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
@@ -86,6 +87,9 @@ def open_run(
         explaining_memory_errors(f"rank {context.rank}{coords}"),
         memory_snapshot(config.train, context),
     ):
+        if config.train.preflight and not inputs.begins_phase:
+            factor = config.train.preflight_factor
+            log.info("%s", require_sound(context, inputs.folder.path, factor=factor))
         torch.manual_seed(config.train.seed)
         reset_peak_memory(context.device)
         peak = None

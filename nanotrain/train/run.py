@@ -156,7 +156,7 @@ class RunInputs:
     tokenizer: str | None = None
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
-    begins_phase: bool = False  # whether this process wrote `checkpoint`, at a border of phases
+    begins_phase: bool = False  # whether this process had the state at the end of another phase
     # key of the configuration -> source of its value
     origins: Mapping[str, str] = field(default_factory=dict)
     # state in the memory of the ranks, to go on from; None: from `checkpoint`
@@ -175,6 +175,11 @@ class RunInputs:
     def starts_anew(self) -> bool:
         """Whether there is no state of a run to go on from."""
         return self.checkpoint is None and self.live is None
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the state to go on from is in no checkpoint."""
+        return self.live is not None
 
 
 @dataclass(frozen=True)

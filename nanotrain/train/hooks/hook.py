@@ -42,6 +42,10 @@ class Hook:
             step: the step that this start goes on from.
         """
 
+    def needs_numbers(self, run: Run, step: int) -> bool:
+        """Whether `after_step` of a step reads its numbers, for which the host then waits."""
+        return False
+
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""
 

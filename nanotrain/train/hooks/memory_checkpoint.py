@@ -47,9 +47,12 @@ class MemoryCheckpointHook(Hook):
         )
         self._writer.drop(keep=None if memory.start is None else step)
 
+    def needs_numbers(self, run: Run, step: int) -> bool:
+        return step % run.config.checkpoint.memory_checkpoint_interval == 0
+
     def after_step(self, run: Run, report: StepReport) -> None:
         """Save at each interval."""
-        if self._writer is None or report.step % run.config.checkpoint.memory_checkpoint_interval:
+        if self._writer is None or not self.needs_numbers(run, report.step):
             return
         run.context.heartbeat.begin("checkpoint")
         self._finish(run)
