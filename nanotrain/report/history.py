@@ -65,7 +65,8 @@ class Start:
     world_size: int
     # settings that differ from the start before: key -> (value before, value)
     changed: dict[str, Any]
-    in_place: bool = False  # a relayout of a running job: no process was started
+    # whether running processes went on, in another layout or with another stage of the data
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class DescriptionHook(Hook):
             step=step,
             world_size=world_size,
             origins=origins,
-            in_place=run.inputs.live is not None,
+            in_place=run.inputs.begins_phase,
         )
         folder.write_description(text, self._entries(run), secret=config.train.notify)
         keep_tokenizer(run.inputs, config.checkpoint.pretrained_checkpoint)

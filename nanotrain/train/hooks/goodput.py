@@ -68,7 +68,7 @@ class GoodputHook(Hook):
         if not run.context.control.is_first:
             return
         self._times = RunTimes.read(run.folder.path, step=run.state.step)
-        if run.inputs.live is not None:  # these processes have their start in the folder
+        if run.inputs.begins_phase:  # these processes have their start in the folder
             self._times.restarts -= 1
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
