@@ -14,7 +14,6 @@ removed: a kill in between loses nothing, as the record has the number of the re
 
 import json
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -31,13 +30,11 @@ from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.run_tokenizer import first_blend
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.log import get_logger
-from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
+from nanotrain.runs.files import disk_errors, open_append, write_all
+from nanotrain.runs.request import read_request_file, write_request
 from nanotrain.storage.remote import redacted
 from nanotrain.untrusted import (
     list_of,
-    object_of,
-    parse_json,
-    read_file,
     read_rows,
     text_of,
     whole_number,
@@ -122,8 +119,7 @@ def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> No
         raise ConfigError(
             f"--weights {' '.join(weights)}", why="every corpus has a weight before it", fix=fix
         )
-    request = {"weights": list(weights), "step": step, "number": secrets.token_hex(8)}
-    write_text(folder / REQUEST, json.dumps(request) + "\n")
+    write_request(folder / REQUEST, {"weights": list(weights), "step": step})
 
 
 def read_request(folder: Path) -> MixRequest | None:
@@ -132,20 +128,17 @@ def read_request(folder: Path) -> MixRequest | None:
     Raises:
         DataError: it cannot be read, and was removed.
     """
-    file = folder / REQUEST
-    try:
-        body = object_of(parse_json(read_file(file, follows_links=False)), "it")
-        weights = [text_of(word, "weights") for word in list_of(body.get("weights"), "weights")]
-        step = body.get("step")
-        if step is not None:
-            step = whole_number(step, "step")
-        return MixRequest(tuple(weights), step, text_of(body.get("number", ""), "number"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        file.unlink(missing_ok=True)
-        what = f"{file} cannot be read"
-        raise DataError(what, why=str(error), fix="use `nanotrain data mix`") from None
+    return read_request_file(
+        folder / REQUEST, _parse_request, error=DataError, command="nanotrain data mix"
+    )
+
+
+def _parse_request(body: Mapping[str, Any]) -> MixRequest:
+    weights = [text_of(word, "weights") for word in list_of(body.get("weights"), "weights")]
+    step = body.get("step")
+    if step is not None:
+        step = whole_number(step, "step")
+    return MixRequest(tuple(weights), step, text_of(body.get("number", ""), "number"))
 
 
 def is_recorded(folder: Path, request: MixRequest) -> bool:

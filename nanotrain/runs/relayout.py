@@ -15,7 +15,6 @@ checkpoint, in the layout of its command line, and does not try again.
 
 import json
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +28,12 @@ from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import flat_values, read_config
 from nanotrain.config.user_paths import refuse_variables
 from nanotrain.errors import ConfigError, ErrorCollector, NanotrainError
-from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
+from nanotrain.runs.files import disk_errors, open_append, write_all
 from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.request import read_request_file, write_request
 from nanotrain.untrusted import (
     list_of,
     object_of,
-    parse_json,
-    read_file,
     read_rows,
     text_of,
     whole_number,
@@ -160,8 +158,7 @@ def request_layout(folder: Path, arguments: Sequence[str], *, ranks: int | None)
         Whether a request that the job has not taken is replaced.
     """
     replaces = (folder / REQUEST).exists()
-    request = {"arguments": list(arguments), "ranks": ranks, "number": secrets.token_hex(8)}
-    write_text(folder / REQUEST, json.dumps(request) + "\n")
+    write_request(folder / REQUEST, {"arguments": list(arguments), "ranks": ranks})
     return replaces
 
 
@@ -171,23 +168,17 @@ def read_request(folder: Path) -> LayoutRequest | None:
     Raises:
         ConfigError: it cannot be read, and was removed.
     """
-    file = folder / REQUEST
-    try:
-        body = object_of(parse_json(read_file(file, follows_links=False)), "it")
-        arguments = [
-            text_of(word, "arguments") for word in list_of(body.get("arguments"), "arguments")
-        ]
-        ranks = body.get("ranks")
-        if ranks is not None:
-            ranks = whole_number(ranks, "ranks", low=1)
-        return LayoutRequest(tuple(arguments), ranks, text_of(body.get("number", ""), "number"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        file.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{file} cannot be read", why=str(error), fix="use `nanotrain relayout`"
-        ) from None
+    return read_request_file(
+        folder / REQUEST, _parse_request, error=ConfigError, command="nanotrain relayout"
+    )
+
+
+def _parse_request(body: Mapping[str, Any]) -> LayoutRequest:
+    arguments = [text_of(word, "arguments") for word in list_of(body.get("arguments"), "arguments")]
+    ranks = body.get("ranks")
+    if ranks is not None:
+        ranks = whole_number(ranks, "ranks", low=1)
+    return LayoutRequest(tuple(arguments), ranks, text_of(body.get("number", ""), "number"))
 
 
 def remove_request(folder: Path, request: LayoutRequest) -> None:
