@@ -13,7 +13,7 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.parity.perturbation import Deviation, Noise
-from nanotrain.parity.report import config_lines
+from nanotrain.parity.report import config_lines, exact_complaints, exact_lines
 from nanotrain.quantities import count_of, table_lines
 
 # A layout that differs by more than this many times what perturbed runs do is wrong. Measured: up
@@ -104,10 +104,7 @@ class PerturbedReport:
                 worst = max(wrong, key=lambda row: row.factor)
                 number = f"{len(wrong)} of {len(rows)} {kind}"
                 complaints.append(f"{number}, {worst.name} by {worst.factor:.3g} times")
-        if self.unequal_replicas:
-            complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
-        if not self.samples_read_once:
-            complaints.append("samples were left out or read twice")
+        complaints += exact_complaints(self.unequal_replicas, self.samples_read_once)
         return tuple(complaints)
 
     @property
@@ -131,9 +128,6 @@ class PerturbedReport:
 
     def text(self) -> str:
         """Tables for the console."""
-        replicas = "yes"
-        if self.unequal_replicas:
-            replicas = "no: " + ", ".join(self.unequal_replicas)
         runs = count_of(self.num_runs, "time")
         lines = [
             *config_lines(self.config, world_size=self.world_size, left_out=self.left_out),
@@ -145,8 +139,7 @@ class PerturbedReport:
             "",
             *_table("weights and buffers after the last step", (*self.weights, *self.buffers)),
             "",
-            f"replicas bit-equal  {replicas}",
-            f"samples read once   {'yes' if self.samples_read_once else 'no'}",
+            *exact_lines(self.unequal_replicas, self.samples_read_once),
             self.verdict,
         ]
         return "\n".join(lines)

@@ -120,10 +120,7 @@ class ParityReport:
         if state:
             number = f"{len(state)} of {len(self.weights) + len(self.buffers)}"
             complaints.append(f"{number} weights and buffers differ, {state[0].name} most")
-        if self.unequal_replicas:
-            complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
-        if not self.samples_read_once:
-            complaints.append("samples were left out or read twice")
+        complaints += exact_complaints(self.unequal_replicas, self.samples_read_once)
         return tuple(complaints)
 
     @property
@@ -151,10 +148,6 @@ class ParityReport:
         weights = _tensor_table(
             "weights and buffers after the last step", state, wrong=self.wrong_state
         )
-        replicas = "yes"
-        if self.unequal_replicas:
-            replicas = "no: " + ", ".join(self.unequal_replicas)
-        reads = "yes" if self.samples_read_once else "no"
         lines = [
             *config_lines(self.config, world_size=self.world_size, left_out=self.left_out),
             "",
@@ -164,8 +157,7 @@ class ParityReport:
             "",
             *weights,
             "",
-            f"replicas bit-equal  {replicas}",
-            f"samples read once   {reads}",
+            *exact_lines(self.unequal_replicas, self.samples_read_once),
             self.verdict,
         ]
         return "\n".join(lines)
@@ -191,6 +183,25 @@ def config_lines(config: Config, *, world_size: int, left_out: Sequence[str]) ->
         f"batch    {samples}, by {train.micro_batch_size}{schedules}",
         *(f"left out {line}" for line in left_out),
     ]
+
+
+def exact_complaints(unequal_replicas: Sequence[str], samples_read_once: bool) -> list[str]:
+    """One text per comparison without a tolerance that fails."""
+    complaints = []
+    if unequal_replicas:
+        complaints.append(f"replicas of {', '.join(unequal_replicas[:3])} are not equal")
+    if not samples_read_once:
+        complaints.append("samples were left out or read twice")
+    return complaints
+
+
+def exact_lines(unequal_replicas: Sequence[str], samples_read_once: bool) -> list[str]:
+    """The comparisons without a tolerance, for the console."""
+    replicas = "yes"
+    if unequal_replicas:
+        replicas = "no: " + ", ".join(unequal_replicas)
+    reads = "yes" if samples_read_once else "no"
+    return [f"replicas bit-equal  {replicas}", f"samples read once   {reads}"]
 
 
 def relative(value: float, reference: float) -> float:
