@@ -110,7 +110,7 @@ class BlockSparseAttention(Attention):
         self.core_attention: Callable[..., Any] = SelectedAttention(parallel.cp, attend_blocks)
         indexer = params.submodule("indexer")
         self.indexer = BlockIndexer(model_config, indexer, parallel=parallel)
-        self.divergence = IndexerDivergence(self.indexer.dsa, parallel)
+        self.divergence = IndexerDivergence(self.indexer.dsa, parallel, shards_index=True)
         self.is_warming_up = trains_indexer_alone(params)
         self.shape = ModelShape.of(model_config)
         self.cp_size = parallel.cp.size

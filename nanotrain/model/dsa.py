@@ -119,6 +119,7 @@ class IndexerDivergence(StatefulModule):
     Args:
         dsa: coefficient of the loss; whether it is over the selected keys or all keys.
         parallel: tp shards heads, cp sequences.
+        shards_index: whether tp also shards the heads of the index, and so the divergences.
 
     Attributes:
         sums: [2] fp64, the divergences and the number of tokens since the last collection.
@@ -126,9 +127,12 @@ class IndexerDivergence(StatefulModule):
 
     sums: Tensor
 
-    def __init__(self, dsa: DSAConfig, parallel: ModelParallel) -> None:
+    def __init__(
+        self, dsa: DSAConfig, parallel: ModelParallel, *, shards_index: bool = False
+    ) -> None:
         super().__init__()
         self.dsa = dsa
+        self.shards_index = shards_index
         self.parallel = parallel
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
 
@@ -154,6 +158,17 @@ class IndexerDivergence(StatefulModule):
             self.parallel.tp.group,
             self.sums if is_counted else None,
         )
+
+    def take_sums(self) -> Tensor:
+        """[2] fp64, `sums` since the last call, to be summed over all ranks.
+
+        Every tp rank counts all tokens. Divergences are equal on them, or those of their own heads.
+        """
+        tp = self.parallel.tp.group
+        divergence, num_tokens = self.sums.clone().chunk(2)
+        self.sums.zero_()
+        divergence = divergence / tp.size if self.shards_index else tp.once(divergence)
+        return torch.cat([divergence, tp.once(num_tokens)])
 
 
 class SelectiveLatentAttention(MultiLatentAttention):

@@ -56,7 +56,7 @@ class Proof:
         ranks = count_of(self.topology.world_size, "rank")
         operators = count_of(self.num_operators, "operator")
         lines = [
-            f"{ranks}: {count_of(len(self.ranks), 'rank')} typed, {operators}, "
+            f"{ranks}: {count_of(len(self.ranks), 'rank')} of a small model typed, {operators}, "
             f"{count_of(self.num_sums, 'sum')} of gradients"
         ]
         return "\n".join([*lines, *self.verdict()])

@@ -11,7 +11,10 @@ TINY = ["prove", "+config=tiny", "--vocab-size", "512", "--world-size"]
 def test_a_layout_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "2"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("2 ranks: 1 rank typed, ") and "\nproved: the gradients of " in output
+    assert (
+        output.startswith("2 ranks: 1 rank of a small model typed, ")
+        and "\nproved: the gradients of " in output
+    )
 
 
 def test_a_fault_is_code_1(

@@ -43,4 +43,4 @@ def test_a_rank_of_thousands_is_proved() -> None:
     line = f"{DENSE} {SP} {OPTIM} --pipeline-model-parallel-size 2 --global-batch-size 4096"
     proof = proof_of(line, 16384)
     assert not proof.faults
-    assert proof.text().startswith("16,384 ranks: 2 ranks typed")
+    assert proof.text().startswith("16,384 ranks: 2 ranks of a small model typed")

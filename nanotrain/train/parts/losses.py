@@ -78,11 +78,12 @@ class IndexerLoss(SinceLogged):
 
     def __init__(self, model: BuiltModel) -> None:
         self._device = model.context.device
-        self.collected: list[Tensor] = []
+        self._indexers = []
         for stage in model.stages.values():
             for module in stage.modules():
                 if isinstance(module, IndexerDivergence):
-                    self.collected.append(module.sums)
+                    self._indexers.append(module)
+        self.collected = [indexer.sums for indexer in self._indexers]
 
     @staticmethod
     def is_enabled(model: BuiltModel) -> bool:
@@ -92,11 +93,9 @@ class IndexerLoss(SinceLogged):
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:
             return None
-        # every tp rank counts all tokens; with heads of an index, the divergences of its heads
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for sums in self.collected:
-            total += sums
-            sums.zero_()
+        for indexer in self._indexers:
+            total += indexer.take_sums()
         return total
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
