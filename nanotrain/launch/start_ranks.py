@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import (
     config_from_args,
     determine_local_world_size,
@@ -285,14 +285,7 @@ def run_ranks(
             str(error), why="torchrun refuses it", fix="torchrun --help describes the options"
         ) from None
     config.signals_to_handle = TORCH_SIGNALS
-    if config.max_nodes > 1:
-        rendezvous = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        print(f"waiting for {args.nnodes} machines at {rendezvous}", file=sys.stderr, flush=True)
-    if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
-        require_host(args.master_addr)
-        require_store(
-            (args.master_addr, args.master_port), timeout_s=float(config.rdzv_configs["timeout"])
-        )
+    _meet_machines(args, config)
     try:
         elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
@@ -319,6 +312,18 @@ def run_ranks(
             "this machine was not admitted to the job", why=why, fix=fix
         ) from None
     return 0
+
+
+def _meet_machines(args: Namespace, config: LaunchConfig) -> None:
+    """Say what a job of several machines waits for, and look for the first of them."""
+    if config.max_nodes > 1:
+        rendezvous = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        print(f"waiting for {args.nnodes} machines at {rendezvous}", file=sys.stderr, flush=True)
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
+        require_host(args.master_addr)
+        require_store(
+            (args.master_addr, args.master_port), timeout_s=float(config.rdzv_configs["timeout"])
+        )
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:
