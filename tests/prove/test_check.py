@@ -13,6 +13,8 @@ TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 OPTIM = "--data-parallel-sharding-strategy optim"
 MUON = f"{OPTIM} --optimizer muon"
+# the numbers of its indexer are equal over tp
+SPARSE = "--multi-latent-attention --q-lora-rank 32 --experimental-attention-variant dsa"
 AVERAGE = "--ddp-average-in-collective"
 # summed by an all-to-all and a local sum
 BF16_GRADS = "--bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation"
@@ -29,6 +31,7 @@ def proof_of(line: str, world_size: int) -> Proof:
         (f"{DENSE} {TP} --pipeline-model-parallel-size 2 --context-parallel-size 2", 8),
         (f"{EXPERTS} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 8),
         (f"{EXPERTS} {MUON} --num-distributed-optimizer-instances 2 {AVERAGE}", 8),
+        (f"{DENSE} {TP} {SPARSE} --dsa-indexer-loss-coeff 0.01", 4),
         (f"{DENSE} {TP} {BF16_GRADS} --data-parallel-sharding-strategy optim_grads", 8),
     ],
 )

@@ -309,3 +309,10 @@ def test_a_split_without_validation_documents_needs_no_other_flag(tmp_path):
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu", width=200)
     assert "; no validation, --split 100,0,0 leaves no documents for it\n" in text
     assert not any(isinstance(hook, EvaluateHook) for hook in choose_hooks(config, None))
+
+
+def test_machines_are_tested_before_the_model_is_built(tmp_path, capfd):
+    line = arguments(tmp_path / "run", "--train-iters", "1", "--preflight", "--no-save")
+    assert entry.main(line) == 0
+    log = capfd.readouterr().err
+    assert 0 <= log.index("preflight: no outlier among 1 rank") < log.index("\nmodel ")
