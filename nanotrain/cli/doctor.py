@@ -25,7 +25,7 @@ factor = number("factor above 1 and at most 1000", low=1.000001, high=1000.0)
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Test machines within seconds: products, messages of all pairs of ranks, collectives, disk and
+    """Test machines within seconds: matrix products, messages between ranks, collectives, disk and
     clocks; name ranks, pairs and hosts that are slower than the median.
 
     The exit code is 1 where there is an outlier.

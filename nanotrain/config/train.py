@@ -145,7 +145,7 @@ class TrainConfig:
     """save and exit after this many minutes"""
 
     preflight: bool = option(False)
-    """before the run test products, messages of pairs of ranks, disk and clocks within seconds, and
+    """before the run, test matrix products, messages between pairs of ranks, disk and clocks, and
     end it where a rank, a pair or a host is an outlier
     """
 
