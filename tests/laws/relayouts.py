@@ -131,7 +131,7 @@ def _return_to(ctx: ParallelContext, context: ParallelContext) -> None:
 def changed(ctx: ParallelContext, folder: Path, model: str, before: Layout, after: Layout) -> None:
     """Train with a request in the run folder, which is taken at step BORDER."""
     if ctx.rank == 0:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         request_layout(folder, after.flags.split(), ranks=after.ranks)
     context = train(ctx, line(folder, model, before), num_ranks=before.ranks)
     _return_to(ctx, context)
