@@ -8,7 +8,7 @@
     matrix_update.py, heads.py          the update of matrices, and of the heads of a projection
     whole_matrix_state.py, fixed_norm.py
                                         state per matrix, and updates that keep its norm
-    arithmetic.py, invariant.py         how a step sums squares and applies a rule
+    invariant.py                        the arithmetic of a step, exact in any layout
     state.py, stored.py, offload.py     state of a shard, its dtypes, state in host memory
     distributed.py                      the distributed optimizer
     sharded_module.py                   data parallelism and this optimizer for any torch module
@@ -21,13 +21,12 @@ OPTIMIZERS holds the update rules, by the values of `--optimizer`. A new rule is
 row. ARITHMETICS holds the ways to sum, by `Precision.sums_exactly`.
 """
 
-from nanotrain.optim.arithmetic import PLAIN_ARITHMETIC, StepArithmetic
 from nanotrain.optim.elementwise import ADAM, LION, SGD
 from nanotrain.optim.hyperball import ADAM_H, MUON_H
 from nanotrain.optim.invariant import EXACT_ARITHMETIC
 from nanotrain.optim.muon import MUON
 from nanotrain.optim.normuon import NORMUON
-from nanotrain.optim.rule import UpdateRule
+from nanotrain.optim.rule import PLAIN_ARITHMETIC, StepArithmetic, UpdateRule
 
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adam": ADAM,

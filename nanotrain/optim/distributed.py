@@ -110,7 +110,14 @@ class DistributedOptimizer:
         for state in self._states:
             self._norm_grads.extend(state.grads_for_norm())
         self._group_parts()
-        on_host = [part for part in self._parts if part.host is not None]
+        # parts on the device whose model params are copies of the main params
+        self._rounded: list[PartState] = []
+        on_host: list[PartState] = []
+        for part in self._parts:
+            if part.host is not None:
+                on_host.append(part)
+            elif part.has_separate_model_params:
+                self._rounded.append(part)
         self._host = HostUpdate(on_host, device=self._device) if on_host else None
         self._matrix_updates = self._build_matrix_updates(trained, groups)
         self._loading: list[tuple[StoredTensor, Tensor]] = []
@@ -362,9 +369,8 @@ class DistributedOptimizer:
             self._rule.update(self._ranges, step)
         for part in self._converted:
             part.update(self._rule, step)
-        for part in self._parts:
-            if part.host is None:
-                part.copy_main_to_model_params()
+        for part in self._rounded:
+            part.copy_main_to_model_params()
         if self._host is not None and on_host is not None:
             self._host.run(self._rule, on_host)
 

@@ -18,8 +18,7 @@ from nanotrain.kernels.exact_sums import (
     join_bins,
     square_bins,
 )
-from nanotrain.optim.arithmetic import StepArithmetic
-from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
+from nanotrain.optim.rule import ParamRange, StepArithmetic, UpdateRule, UpdateStep
 
 
 def _local_bins(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:

@@ -197,9 +197,14 @@ class PartState:
         with self.loaded(0, self.part.numel) as ranges:
             return ranges
 
+    @property
+    def has_separate_model_params(self) -> bool:
+        """Whether the model params are rounded copies of the main params, not the same memory."""
+        return self.main.values is not self.model_params
+
     def copy_main_to_model_params(self) -> None:
         """Round the main params to the model params, where they are stored separately."""
-        if self.main.values is not self.model_params:
+        if self.has_separate_model_params:
             self.main_in_chunks_to(self.model_params)
 
     def main_in_chunks_to(self, params: Tensor) -> None:

@@ -22,7 +22,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.recorder import place
 from nanotrain.data.batch import Batch
 from nanotrain.kernels import grouped
-from nanotrain.optim import arithmetic
+from nanotrain.optim import rule
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.rule import UpdateStep
@@ -86,7 +86,7 @@ class Seams:
             (Bucket, "start_reduce", self._start_reduce),
             (Reduction, "start_inside", self._start_inside),
             (BucketState, "grads_for_norm", self._grads_for_norm),
-            (arithmetic, "squared_norm", self._squared_norm),
+            (rule, "squared_norm", self._squared_norm),
             (DistributedOptimizer, "_scale_grads", self._scale_grads),
             (DistributedOptimizer, "_run_rules", self._run_rules),
             (step, "run_schedule", self._run_schedule),

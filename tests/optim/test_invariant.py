@@ -5,9 +5,8 @@ import torch
 
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
-from nanotrain.optim.arithmetic import PLAIN_ARITHMETIC
 from nanotrain.optim.invariant import EXACT_ARITHMETIC, in_whole_vectors
-from nanotrain.optim.rule import ParamRange, UpdateStep
+from nanotrain.optim.rule import PLAIN_ARITHMETIC, ParamRange, UpdateStep
 
 NUMEL = 1003
 

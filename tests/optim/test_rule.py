@@ -1,9 +1,16 @@
-"""Param groups of param ranges."""
+"""Param groups of param ranges; the sum of squares, in rows of fp32 and fp64 across them."""
 
+import pytest
 import torch
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.rule import UpdateStep, param_groups
+from nanotrain.optim.rule import (
+    PLAIN_ARITHMETIC,
+    ROW_NUMEL,
+    UpdateStep,
+    param_groups,
+    squared_norm,
+)
 from tests.optim.ranges import param_range
 
 STEP = UpdateStep(
@@ -23,3 +30,18 @@ def test_param_groups_split_by_weight_decay_and_learning_rate_and_leave_out_empt
     for group, part in zip(groups, (decayed, embedding, plain), strict=True):
         assert group.main_params[0] is part.main_param and group.grads[0] is part.grad
     assert [group.weight_decay for group in param_groups([plain], STEP)] == [0.0]
+
+
+def test_squares_of_all_shards_are_summed() -> None:
+    shards = [torch.full((ROW_NUMEL + 3,), 0.5), torch.full((7,), 2.0)]
+    expected = 0.25 * (ROW_NUMEL + 3) + 4.0 * 7
+    device = torch.device("cpu")
+    assert float(squared_norm(shards, device=device)) == pytest.approx(expected, rel=1e-7)
+    local = PLAIN_ARITHMETIC.local(shards, device=device)
+    assert local.shape == (1,)
+    assert local.dtype is torch.float64
+    assert float(PLAIN_ARITHMETIC.join(local)) == float(local)
+
+
+def test_no_shards_have_no_norm() -> None:
+    assert float(squared_norm([], device=torch.device("cpu"))) == 0.0
