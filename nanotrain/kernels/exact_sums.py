@@ -31,6 +31,7 @@ HALF_OF_53_BITS = 1.5 * 2.0**52
 # Elementwise kernels compute the last elements of a tensor, less than a vector, in another way.
 # Tensors are padded to two vectors of 16-bit numbers of the widest registers.
 VECTOR_ELEMENTS = 64
+ALIGNMENT = 64  # bytes: a cache line; torch's allocations start at multiples of it
 SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
 
 

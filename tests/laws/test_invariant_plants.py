@@ -26,8 +26,9 @@ from tests.laws.invariant import (
 )
 from tests.laws.worlds import GLOBAL_BATCH
 
-# widths that leave a rest of a vector on one of two ranks
+# sizes that leave a rest of a vector, of 8 numbers or more, on one of two ranks
 MODEL = {"num_query_groups": 4, "ffn_hidden_size": 60, "add_bias_linear": True}
+DATA = {"seq_length": 20}
 
 
 def chain(parts: Any) -> Tensor:
@@ -136,7 +137,8 @@ def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -
     for name in names:
         parallel = PLANTS[name][3] if ctx.topology.world_size > 1 else {}
         size = {"micro_batch_size": micro_batch_size}
-        case = invariant(2, model=MODEL | {"num_layers": 1}, train=size, parallel=parallel)
+        model = MODEL | {"num_layers": 1}
+        case = invariant(2, model=model, data=DATA, train=size, parallel=parallel)
         with planted(ctx, name):
             results += run_layouts(ctx, [case])
     return results

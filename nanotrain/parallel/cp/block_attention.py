@@ -24,11 +24,11 @@ from torch import Tensor
 
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
-from nanotrain.attention.sdpa import DenseKernel
+from nanotrain.attention.sdpa import attend
 from nanotrain.attention.tiles import Spans
 from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
-from nanotrain.kernels.exact_sums import tree_sum
+from nanotrain.kernels.exact_sums import ALIGNMENT, tree_sum
 from nanotrain.parallel.cp.split import join_shards, local_chunks, zigzag_chunks
 
 
@@ -51,7 +51,7 @@ class BlockAttention:
         spans = Spans.of(segment_ids, length=tokens.shape[1] * self.group.size, window=window)
         calls = []
         for block in self.local_blocks(tokens.shape[1]):
-            calls.append(AttentionCall(DenseKernel(), spans, block, tokens.device))
+            calls.append(AttentionCall(HeadKernel(), spans, block, tokens.device))
         return tuple(calls)
 
     def local_blocks(self, local_length: int) -> list[range]:
@@ -94,6 +94,67 @@ class BlockAttention:
             keys, values = attended.split(head_dims, dim=-1)
             outputs.append(call(queries, key=keys, value=values, scores=scores))
         return torch.cat(outputs, dim=1)
+
+
+class HeadKernel:
+    """Attention with a dense mask in which every query head is a sample of its own.
+
+    Between other heads a head would lie where the number of local heads says, and the bits of its
+    products can depend on strides and on alignment.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
+    ) -> Tensor:
+        """[B, Q, N, D] -> [B, Q, N, Dv], without score options."""
+        assert scores is None, "score options have no invariant form"
+        batch, _, num_heads, _ = query.shape
+        mask = call.masked_tile.mask()
+        if len(mask) > 1:
+            mask = mask.repeat_interleave(num_heads, dim=0)
+        out = attend(
+            _apart(query, num_heads),
+            key=_apart(key, num_heads),
+            value=_apart(value, num_heads),
+            mask=mask,
+        )
+        return _Apart.apply(out).unflatten(0, (batch, num_heads)).squeeze(3).transpose(1, 2)
+
+
+def _apart(x: Tensor, num_heads: int) -> Tensor:
+    """[B, S, N or G, D] -> [B * N, S, 1, D]."""
+    repeats = num_heads // x.shape[2]
+    heads = x.transpose(1, 2).repeat_interleave(repeats, dim=1).flatten(0, 1)
+    out: Tensor = _Apart.apply(heads[:, :, None])
+    return out
+
+
+class _Apart(torch.autograd.Function):
+    """The samples of [B, S, 1, D] at aligned addresses, and those of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A copy."""
+        return _with_samples_apart(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Likewise."""
+        return _with_samples_apart(grads[0])
+
+
+def _with_samples_apart(x: Tensor) -> Tensor:
+    """A copy of [B, ...] in which every sample starts at an aligned address."""
+    size = x[0].numel()
+    unit = ALIGNMENT // x.itemsize
+    storage = x.new_empty((len(x), -(-size // unit) * unit))
+    return storage[:, :size].unflatten(-1, x.shape[1:]).copy_(x)
 
 
 class _Spread(torch.autograd.Function):

@@ -35,6 +35,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
 from nanotrain.kernels.exact_sums import (
+    ALIGNMENT,
     UNITS,
     exact_sum,
     from_units,
@@ -75,13 +76,29 @@ class UnitBlocks:
         return x.reshape(-1, length, x.shape[2])
 
 
+def in_one_form(operand: Tensor) -> Tensor:
+    """A product's operand, contiguous from an aligned address on.
+
+    The kernel, and with it the bits, can depend on strides and on where a tensor begins.
+    """
+    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
+        return operand
+    return operand.clone(memory_format=torch.contiguous_format)
+
+
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
     """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape."""
-    matrices = matrix.expand(len(rows), -1, -1)
+    num_outputs = matrix.shape[-1]
+    if num_outputs == 1:  # a product with a vector has another kernel in a batch of one
+        matrix = F.pad(matrix, (0, 1))
+    rows = in_one_form(rows)
+    matrices = in_one_form(matrix).expand(len(rows), -1, -1)
     is_small = rows.shape[1] * matrix.shape[-1] * matrix.shape[-2] <= MIN_16_BIT_PRODUCT
     if rows.itemsize == 2 and is_small:
-        return torch.bmm(rows.float(), matrices.float()).to(rows.dtype)
-    return torch.bmm(rows, matrices)
+        products = torch.bmm(rows.float(), matrices.float()).to(rows.dtype)
+    else:
+        products = torch.bmm(rows, matrices)
+    return products[..., :num_outputs]
 
 
 def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:

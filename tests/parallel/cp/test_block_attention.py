@@ -56,3 +56,19 @@ def test_local_blocks_follow_the_chunks_of_a_rank() -> None:
     attention = BlockAttention(Group.single_rank("cp"), 2)
     assert attention.local_blocks(4) == [range(2), range(2, 4)]
     assert attention.local_blocks(5) == [range(5)]
+
+
+def test_a_head_alone_has_the_bits_that_it_has_among_others() -> None:
+    draw = torch.Generator().manual_seed(3)
+    query, key, value, grad = (torch.randn((2, LENGTH, 4, 10), generator=draw) for _ in range(4))
+    attention = BlockAttention(Group.single_rank("cp"), BLOCK)
+
+    def run(heads: slice) -> Tensor:
+        local = [x[:, :, heads].clone().requires_grad_() for x in (query, key, value)]
+        out = attention(local[0], key=local[1], value=local[2], mask=None, scores=None)
+        out.backward(grad[:, :, heads])
+        return torch.stack([out.detach(), *(x.grad for x in local)])
+
+    together = run(slice(0, 4))
+    for head in range(4):
+        assert torch.equal(run(slice(head, head + 1)), together[..., head : head + 1, :])
