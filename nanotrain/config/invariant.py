@@ -5,6 +5,7 @@ layout. Ranks own whole blocks.
 
     num_weight_blocks     blocks of heads, inner widths and the vocabulary
     num_position_blocks   blocks of the positions of a sequence
+    num_token_blocks      smaller blocks of positions, by which experts are computed
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from nanotrain.config.config import Config
 # More blocks allow more ranks; fewer and larger products are faster.
 MAX_WEIGHT_BLOCKS = 8
 MAX_POSITION_BLOCKS = 4
+MAX_TOKEN_BLOCKS = 8  # of a block of positions
 
 
 def num_weight_blocks(config: Config) -> int:
@@ -47,6 +49,21 @@ def num_position_blocks(config: Config) -> int:
     4
     """
     return largest_divisor([config.data.seq_length], limit=MAX_POSITION_BLOCKS)
+
+
+def num_token_blocks(config: Config) -> int:
+    """The blocks of positions in up to 8 parts each, of at least two positions.
+
+    >>> from nanotrain.config.config import DataConfig
+    >>> num_token_blocks(Config(data=DataConfig(seq_length=24)))
+    8
+    """
+    blocks = num_position_blocks(config)
+    length = config.data.seq_length // blocks
+    limit = MAX_TOKEN_BLOCKS
+    while limit > 1 and (length % limit != 0 or length // limit < 2):
+        limit //= 2
+    return blocks * limit
 
 
 def largest_divisor(sizes: Iterable[int], *, limit: int) -> int:

@@ -8,6 +8,7 @@ IMPLEMENTATIONS by the type of the module. A module with parameters and without 
     activations                       in whole vectors: the kernels compute the last elements of a
                                       tensor by another formula
     attention                         parallel/cp/block_attention.py, by `invariant_parallel`
+    routers and experts               invariant_experts.py
 """
 
 from collections.abc import Callable
@@ -21,15 +22,27 @@ from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import Config
-from nanotrain.config.invariant import num_position_blocks, num_weight_blocks
+from nanotrain.config.invariant import (
+    num_position_blocks,
+    num_token_blocks,
+    num_weight_blocks,
+)
 from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.exact_sums import VECTOR_ELEMENTS, token_sum
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.ends import Embedding, Head
+from nanotrain.model.invariant_experts import (
+    InvariantExperts,
+    use_blocked_logits,
+    use_token_blocks,
+)
 from nanotrain.model.mlp import MLP
+from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import LayerNorm, RMSNorm
+from nanotrain.model.router import Router
 from nanotrain.parallel.cp.block_attention import BlockAttention
+from nanotrain.parallel.ep.experts import Experts, GroupedLinear
 from nanotrain.parallel.tp.invariant import UnitBlocks, invariant_functions
 from nanotrain.parallel.tp.invariant_loss import BlockedVocabulary, blocked_cross_entropy
 from nanotrain.parallel.tp.layers import (
@@ -172,6 +185,22 @@ def _mlp(mlp: MLP, blocks: UnitBlocks) -> Callable[..., Tensor]:
     return mlp.forward
 
 
+def _moe(layer: MoELayer, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    return use_token_blocks(layer)
+
+
+def _router(router: Router, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    assert router.scale is None and router.expert_scale is None and router.bias is None
+    if router.moe.router_score_function == "sigmoid":
+        router.score = InWholeVectors(router.score)
+    return use_blocked_logits(router, blocks.by_token_block())
+
+
+def _experts(experts: Experts, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    experts.activation = InWholeVectors(experts.activation)
+    return InvariantExperts(experts, blocks.by_token_block())
+
+
 def _as_built(layer: nn.Module, blocks: UnitBlocks) -> Callable[..., Tensor]:
     """Layers choose their implementation when they are built (`TensorParallel.functions`)."""
     forward: Callable[..., Tensor] = layer.forward
@@ -188,6 +217,10 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     RMSNorm: _rms_norm,
     LayerNorm: _layer_norm,
     MLP: _mlp,
+    MoELayer: _moe,
+    Router: _router,
+    Experts: _experts,
+    GroupedLinear: _as_built,
 }
 
 
@@ -200,6 +233,7 @@ def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
         config.data.seq_length // num_position_blocks(config),
         num_tokens=max(sizes) * config.data.seq_length,
         num_heads=config.model.num_attention_heads,
+        tokens_per_block=config.data.seq_length // num_token_blocks(config),
     )
 
 
@@ -224,7 +258,7 @@ def make_invariant(stage: nn.Module, blocks: UnitBlocks) -> None:
 
     Gradients of parameters are fp64 from here on, as those of the flat buffers.
     """
-    for name, module in stage.named_modules():
+    for name, module in list(stage.named_modules()):
         implementation = IMPLEMENTATIONS.get(type(module))
         if implementation is None:
             own = [param_name for param_name, _ in module.named_parameters(recurse=False)]

@@ -118,6 +118,8 @@ class Router(StatefulModule):
         self.required_bias = RequiredBias(moe) if moe.balances_quantiles else None
         self.stats = RouterStats(self.num_experts)
         self._balance = _balance_terms(moe, dp_size=self.dp.size)
+        self.logits_of: Callable[[Tensor, Tensor], Tensor] = router_logits
+        self.score = SCORES[moe.router_score_function]
 
     def forward(
         self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]
@@ -134,10 +136,10 @@ class Router(StatefulModule):
         """
         if self.scale is not None:
             hidden = self.norm(hidden) * (self.scale * hidden.shape[-1] ** -0.5)
-        logits = router_logits(hidden, self.weight)
+        logits = self.logits_of(hidden, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.float()
-        scores = SCORES[self.moe.router_score_function](logits)
+        scores = self.score(logits)
         probabilities = scores if self.moe.router_score_function == "softmax" else normalize(scores)
         topk_ids = self.choose(
             logits.detach(), scores.detach(), context=context, positions=positions

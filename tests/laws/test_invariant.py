@@ -46,6 +46,8 @@ NAMES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "vpp": "num_virtual_stages_per_pipeline_rank",
     "schedule": "pipeline_schedule",
     "instances": "num_distributed_optimizer_instances",

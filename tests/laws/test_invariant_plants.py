@@ -1,4 +1,4 @@
-"""Twelve planted sums whose order or shape follows the layout: each changes bits, and is found."""
+"""Fifteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model import invariant as modules
+from nanotrain.model import invariant_experts as experts
 from nanotrain.optim import invariant as optim
 from nanotrain.optim.rule import ParamRange
 from nanotrain.parallel.cp import block_attention
@@ -88,9 +89,38 @@ def one_block_per_chunk(attention: block_attention.BlockAttention, length: int) 
     return [range(chunk * size, (chunk + 1) * size) for chunk in chunks]
 
 
+def one_product_per_expert(slots: Tensor, offs: Tensor, *, block_length: int) -> experts.SlotPlan:
+    """Tokens of an expert one after the other, whatever their token block."""
+    counts = offs.diff(prepend=offs.new_zeros(1))
+    products = -(-counts // block_length)
+    starts = (products.cumsum(0) - products) * block_length
+    first = offs - counts
+    expert = torch.repeat_interleave(torch.arange(len(offs)), counts)
+    rows = torch.arange(len(slots)) - first[expert] + starts[expert]
+    return experts.SlotPlan(rows.long(), products.tolist())
+
+
+def logits_at_once(hidden: Tensor, weight: Tensor, *, blocks: layers.UnitBlocks) -> Tensor:
+    """torch's product of all tokens."""
+    return torch.nn.functional.linear(hidden.float(), weight.float())
+
+
+def joined(x: Tensor) -> Tensor:
+    """The gradients of routed and shared experts are added in any order."""
+    return x
+
+
 DP = {"data_parallel_sharding_strategy": "optim"}
 TP = {"tensor_model_parallel_size": 2}
 CP = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
+EP = {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
+ETP = {**TP, "expert_tensor_parallel_size": 1}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "add_bias_linear": False,
+}
 # what is replaced, by what, and the layout of two ranks that finds it
 Plant = tuple[Any, str, Callable[..., Any], dict[str, Any]]
 PLANTS: dict[str, Plant] = {
@@ -105,6 +135,9 @@ PLANTS: dict[str, Plant] = {
     "ranges that end within a vector": (optim, "_padded", not_padded, DP),
     "losses added in fp32": (loss, "on_grid", sum_in_fp32, DP),
     "activations that end within a vector": (modules.InWholeVectors, "__call__", as_it_is, TP),
+    "tokens of an expert in any row": (experts, "plan_slots", one_product_per_expert, EP),
+    "logits of all tokens in one product": (experts, "blocked_logits", logits_at_once, EP),
+    "gradients of experts added in any order": (experts._Joined, "apply", joined, ETP),
     "keys of a chunk in one block": (
         block_attention.BlockAttention,
         "local_blocks",
@@ -138,15 +171,17 @@ def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -
         parallel = PLANTS[name][3] if ctx.topology.world_size > 1 else {}
         size = {"micro_batch_size": micro_batch_size}
         model = MODEL | {"num_layers": 1}
+        if PLANTS[name][3] in (EP, ETP):
+            model |= EXPERTS
         case = invariant(2, model=model, data=DATA, train=size, parallel=parallel)
         with planted(ctx, name):
             results += run_layouts(ctx, [case])
     return results
 
 
-@pytest.mark.parametrize("layout", [DP, TP, CP], ids=["dp", "tp", "cp"])
+@pytest.mark.parametrize("layout", [DP, TP, CP, EP, ETP], ids=["dp", "tp", "cp", "ep", "etp"])
 def test_every_planted_order_is_found(layout: dict[str, Any]) -> None:
-    assert len(PLANTS) == 12
+    assert len(PLANTS) == 15
     names = [name for name, plant in PLANTS.items() if plant[3] is layout]
     on_one_rank = run_ranks(1, run_planted, names, GLOBAL_BATCH, shares=True)[0]
     by_rank = run_ranks(2, run_planted, names, 3, shares=True)

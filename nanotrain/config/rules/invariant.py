@@ -1,13 +1,19 @@
 """Rules of `--invariant`: settings without an invariant form, and layouts without whole blocks.
 
-UNSUPPORTED lists the settings, in the order of their messages.
+MODEL, EXPERTS and RUN list the settings, in the order of their messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nanotrain.config.invariant import num_position_blocks, num_weight_blocks, sharded_sizes
+from nanotrain.config.invariant import (
+    num_position_blocks,
+    num_token_blocks,
+    num_weight_blocks,
+    sharded_sizes,
+)
 from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.config.schema import ENTRIES
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of
 
@@ -29,13 +35,14 @@ def _leave_out(
     return Unsupported(name, is_set, why, fix=f"leave {flag} out, or --invariant")
 
 
-OTHER_LAYERS = "layers of attention and dense MLPs have invariant forms, other kinds have none yet"
+OTHER_LAYERS = (
+    "layers of attention, MLPs and experts have invariant forms, other kinds have none yet"
+)
 IN_DTYPE = "its gradients are fp64, on a grid on which sums are exact"
 ELEMENTWISE = "torch's kernels round the last elements of a tensor in another way than the others"
 ORDER = "its sums follow the layout"
 
 MODEL: tuple[Unsupported, ...] = (
-    _leave_out("num_experts", lambda c: c.has_experts, why=OTHER_LAYERS),
     _leave_out(
         "multi_latent_attention", lambda c: c.model.multi_latent_attention, why=OTHER_LAYERS
     ),
@@ -95,6 +102,75 @@ MODEL: tuple[Unsupported, ...] = (
         why=OTHER_LAYERS,
     ),
     _leave_out("use_double_wide_mlp", lambda c: c.model.use_double_wide_mlp, why=OTHER_LAYERS),
+)
+# fields of the section of experts that may be set
+EXPERT_FIELDS = {
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_norm_epsilon",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_load_balancing_type",
+    "moe_router_force_load_balancing",
+    "moe_aux_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+}
+NOT_COMPARED = "no layout was compared with it to the bit"
+
+
+def _balances_microbatches(c: Settings) -> bool:
+    """Whether a balance loss is over other tokens than those of a sequence."""
+    kinds = zip(c.moe.router_load_balancing_type, c.moe.aux_loss_coeff, strict=True)
+    return any(kind not in ("none", "seq_aux_loss") and coeff > 0 for kind, coeff in kinds)
+
+
+EXPERTS: tuple[Unsupported, ...] = (
+    Unsupported(
+        "expert_tensor_parallel_size",
+        lambda c: c.etp > 1,
+        why="matrices of experts have no blocks that ranks own",
+        fix="set --expert-tensor-parallel-size 1, or leave --invariant out",
+    ),
+    Unsupported(
+        "moe_router_load_balancing_type",
+        _balances_microbatches,
+        why="its loss is over the tokens of a microbatch, which the layout chooses",
+        fix="set --moe-router-load-balancing-type seq_aux_loss, or leave --invariant out",
+    ),
+    Unsupported(
+        "moe_router_score_function",
+        lambda c: c.moe.router_score_function not in ("softmax", "sigmoid"),
+        why=NOT_COMPARED,
+        fix="set --moe-router-score-function softmax or sigmoid, or leave --invariant out",
+    ),
+    _leave_out("add_bias_linear", lambda c: c.model.add_bias_linear, why=OTHER_LAYERS),
+    _leave_out(
+        "moe_hierarchical_dispatch",
+        lambda c: c.parallel.moe_hierarchical_dispatch is not None,
+        why=NOT_COMPARED,
+    ),
+    _leave_out(
+        "moe_flex_dispatcher_backend",
+        lambda c: c.parallel.moe_flex_dispatcher_backend is not None,
+        why=NOT_COMPARED,
+    ),
+    _leave_out(
+        "moe_expert_rank_capacity_factor",
+        lambda c: c.parallel.moe_expert_rank_capacity_factor is not None,
+        why=NOT_COMPARED,
+    ),
+    _leave_out(
+        "overlap_moe_expert_parallel_comm",
+        lambda c: bool(c.parallel.overlap_moe_expert_parallel_comm),
+        why=NOT_COMPARED,
+    ),
 )
 RUN: tuple[Unsupported, ...] = (
     Unsupported(
@@ -164,9 +240,22 @@ def check_invariant_settings(c: Settings) -> Errors:
     """Settings without an invariant form."""
     if not c.precision.invariant:
         return
-    for row in (*MODEL, *RUN):
+    rows = [*MODEL, *RUN]
+    if c.has_experts:
+        rows += [*EXPERTS, *_other_expert_fields(c)]
+    for row in rows:
         if row.is_set(c):
             yield ConfigError(f"invariant with {row.name}", why=row.why, fix=row.fix)
+
+
+def _other_expert_fields(c: Settings) -> Iterator[Unsupported]:
+    """Fields of the section of experts that are set and are not of EXPERT_FIELDS."""
+    for name, entry in ENTRIES.items():
+        if entry.section != "model.moe" or name in EXPERT_FIELDS:
+            continue
+        field = entry.field
+        if getattr(c.moe, field.name) != field.default:
+            yield _leave_out(name, lambda _: True, why=NOT_COMPARED)
 
 
 def check_invariant_blocks(c: Settings) -> Errors:
@@ -182,6 +271,8 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"two up to 8 that divides {sizes}; a rank owns whole blocks",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
         )
+    if c.has_experts:
+        yield from _check_token_blocks(c)
     num_blocks = num_position_blocks(c.config)
     if c.cp > 1 and num_blocks % (2 * c.cp) != 0:
         yield ConfigError(
@@ -190,4 +281,16 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"largest power of two up to 4 that divides seq_length {c.data.seq_length}; a rank "
             "owns two chunks of whole blocks",
             fix=f"set --context-parallel-size to {max(1, num_blocks // 2)} or less",
+        )
+
+
+def _check_token_blocks(c: Settings) -> Errors:
+    """Ranks that route whole token blocks."""
+    num_blocks = num_token_blocks(c.config)
+    if num_blocks % (c.cp * c.tp) != 0:
+        yield ConfigError(
+            f"invariant with tensor_model_parallel_size {c.tp} and experts",
+            why=f"a sequence has {count_of(num_blocks, 'block')} of tokens that are routed "
+            f"together, from seq_length {c.data.seq_length}, and {c.tp * c.cp} ranks share it",
+            fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks // c.cp}",
         )

@@ -24,9 +24,9 @@ are exact in any order.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -60,11 +60,16 @@ class UnitBlocks:
     block_length: int  # positions of a block
     num_tokens: int  # of the largest global batch: the addends of a sum over tokens
     num_heads: int = 1  # of queries: norms of heads have so many addends per token
+    tokens_per_block: int = 1  # positions of a token block, by which experts are computed
 
     @property
     def num_rows(self) -> int:
         """The blocks of positions of the largest global batch: the addends of a weight gradient."""
         return max(1, self.num_tokens // self.block_length)
+
+    def by_token_block(self) -> Self:
+        """The same blocks with token blocks as rows."""
+        return replace(self, block_length=self.tokens_per_block)
 
     def local(self, group: Group) -> int:
         """The blocks of weights of one rank."""

@@ -37,7 +37,20 @@ def test_what_fits_passes() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"num_experts": 4}, "invariant with num_experts: layers of attention and dense MLPs"),
+        ({"multi_latent_attention": True}, "invariant with multi_latent_attention: layers of"),
+        ({"num_experts": 4, "moe_z_loss_coeff": 0.1}, "invariant with moe_z_loss_coeff: no layout"),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_load_balancing_type": "aux_loss",
+                "moe_aux_loss_coeff": 0.1,
+            },
+            "which the layout chooses",
+        ),
+        (
+            {"num_experts": 4, "tensor_model_parallel_size": 2},
+            "invariant with expert_tensor_parallel_size: matrices of experts",
+        ),
         ({"params_dtype": "fp16"}, "invariant with params_dtype fp16: the grid of the gradients"),
         ({"optimizer": "muon"}, "invariant with optimizer: it has no invariant form yet"),
         ({"ema_decay": 0.9}, "invariant with ema_decay: torch's kernels round"),

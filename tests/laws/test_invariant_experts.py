@@ -1,0 +1,81 @@
+"""With `--invariant` layers of experts train in every layout as on one rank, in every bit."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.laws.invariant import Bits, bits_of, first_difference, invariant, run_here, run_layouts
+from tests.laws.more_layouts import with_mark
+from tests.laws.test_invariant import layout
+from tests.laws.worlds import GLOBAL_BATCH, Case
+
+SOFTMAX = {
+    "num_layers": 2,
+    "num_query_groups": 4,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_layer_freq": "[0,1]",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+SIGMOID = SOFTMAX | {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_shared_expert_intermediate_size": 16,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS = {"softmax": SOFTMAX, "sigmoid": SIGMOID}
+LAYOUTS = [
+    layout(2, 3, strategy="optim", ep=2),
+    layout(2, 4, tp=2, sp=True, etp=1),
+    layout(2, 2, cp=2, kind="p2p", ep=2),
+    layout(4, 1, strategy="optim_grads", ep=4),
+    layout(4, 3, tp=2, strategy="optim_grads_params", ep=4, etp=1),
+]
+MORE_LAYOUTS = [
+    layout(1, 2, memory="full"),
+    layout(2, 2, pp=2, schedule="zb-h1"),
+    layout(2, 4, tp=2, ep=2, etp=1),
+    layout(3, 2, strategy="optim_grads_params"),
+    layout(4, 3, strategy="optim", memory="full", ep=2),
+    layout(4, 2, tp=2, cp=2, sp=True, kind="allgather", ep=2, etp=1),
+    layout(4, 2, pp=2, strategy="optim", ep=2),
+    layout(4, 3, tp=4, sp=True, ep=4, etp=1),
+]
+
+
+def case_of(sections: dict[str, Any], *, model: str, dtype: str) -> Case:
+    base = invariant(3, model=MODELS[model], precision={"params_dtype": dtype})
+    return base.but(**sections)
+
+
+def one_rank(**kind: str) -> Bits:
+    """The bits of one rank with one microbatch."""
+    case = case_of({"train": {"micro_batch_size": GLOBAL_BATCH}}, **kind)
+    return bits_of(run_ranks(1, run_here, case, shares=True))
+
+
+def assert_same_bits(layouts: list[Any], **kind: str) -> None:
+    reference = one_rank(**kind)
+    for num_ranks in sorted({num_ranks for num_ranks, _ in layouts}):
+        chosen = [sections for number, sections in layouts if number == num_ranks]
+        cases = [case_of(sections, **kind) for sections in chosen]
+        by_rank = run_ranks(num_ranks, run_layouts, cases, shares=True)
+        for number, sections in enumerate(chosen):
+            bits = bits_of([results[number] for results in by_rank])
+            difference = first_difference(bits, reference)
+            assert not difference, f"{num_ranks} ranks, {sections}: {difference}"
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("softmax", "bf16"), ("sigmoid", "fp32")])
+def test_layouts_of_experts_have_the_bits_of_one_rank(model: str, dtype: str) -> None:
+    assert_same_bits(LAYOUTS, model=model, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", with_mark([("softmax", "fp32"), ("sigmoid", "bf16")]))
+def test_more_layouts_of_experts_have_the_bits_of_one_rank(kind: tuple[str, str]) -> None:
+    assert_same_bits(LAYOUTS + MORE_LAYOUTS, model=kind[0], dtype=kind[1])
