@@ -86,7 +86,7 @@ dry-run: $(READY) ## the step of the largest recipes on 2,048 and 16,384 ranks, 
 	$(RUN) -m nanotrain dry-run +config=llama70b --world-size 16384 --tensor-model-parallel-size 8 --sequence-parallel \
 	    --pipeline-model-parallel-size 8 --global-batch-size 2048
 
-prove: $(READY) ## 2,000 random layouts of all recipes by types of tensors, and planted bugs (minutes)
+prove: $(READY) ## 2,000 random layouts of all recipes and families by types of tensors, and planted bugs (minutes)
 	OMP_NUM_THREADS=1 $(RUN) scripts/prove layouts $(ARGS)
 	OMP_NUM_THREADS=1 $(RUN) scripts/prove bugs
 

@@ -5,11 +5,15 @@ linear attention  the first chunk of a scan, whose calls and memory are those of
 token counts      every expert gets equally many tokens
 initial weights   none
 host memory       on the meta device too, and not counted
+compiler          none: torch would import it to leave functions out of graphs
 """
 
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -44,11 +48,56 @@ class Replacement(NamedTuple):
 def on_meta(plan: Plan) -> Iterator[None]:
     """Let the rank of a plan run on the meta device."""
     with ExitStack() as stack:
+        stack.enter_context(without_compiler())
         if plan.config.parallel.cp_comm_type == "allgather" and plan.groups["cp"].size > 1:
             stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right"))
         for replacement in (*_kernels(), *_host_values(plan), *_host_memory()):
             stack.enter_context(patch.object(*replacement))
         yield
+
+
+class _Compiler(ModuleType):
+    """`torch._dynamo` until something besides `disable` is asked of it, which imports the module.
+
+    Many operators of the meta device are Python functions that torch leaves out of compiled graphs.
+    For that it would import the compiler in their first call, 2.3 s of CPU time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        self._functions: list[Any] = []
+        sys.modules[self.__name__] = self
+        vars(torch)["_dynamo"] = self
+
+    def disable(self, function: Any, *_: Any, **__: Any) -> Any:
+        """A function as it is."""
+        self._functions.append(function)
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        self.leave()
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def leave(self) -> None:
+        """Undo what was replaced."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__], vars(torch)["_dynamo"]
+        for function in self._functions:
+            vars(function).pop("__dynamo_disable", None)
+        self._functions.clear()
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Do not import torch's compiler in the block where only its `disable` is called."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    compiler = _Compiler()
+    try:
+        yield
+    finally:
+        compiler.leave()
 
 
 def _kernels() -> list[Replacement]:
@@ -93,6 +142,9 @@ def _attend(*inputs: Tensor, attn_mask: Any = None, enable_gqa: bool = False, **
     if isinstance(attn_mask, Tensor):  # only the math backend has a mask
         math = torch.ops.aten._scaled_dot_product_attention_math
         outputs = math(*inputs, attn_mask, enable_gqa=enable_gqa)
+    elif inputs[0].shape[-1] != inputs[2].shape[-1]:  # heads of values of another width
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        outputs = efficient(*inputs, None, True, 0.0, True)
     else:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         outputs = flash(*inputs, 0.0, True)

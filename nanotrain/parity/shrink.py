@@ -73,7 +73,12 @@ SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).par
 
 
 def shrink(
-    config: Config, world_size: int, *, num_steps: int, keeps_precision: bool = False
+    config: Config,
+    world_size: int,
+    *,
+    num_steps: int,
+    keeps_precision: bool = False,
+    layers: int = 2,
 ) -> Config:
     """Shrink a valid configuration to the smallest model of its structure and layout.
 
@@ -82,6 +87,7 @@ def shrink(
         world_size: ranks of the layout.
         num_steps: number of optimizer steps.
         keeps_precision: whether dtypes stay as configured; else all numbers are fp32.
+        layers: layers of a pipeline stage, plus one if they were uneven.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -93,7 +99,7 @@ def shrink(
     if config.train.step_seq_length_schedule:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
-    num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel)
+    num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel, per_stage=layers)
     data = DataConfig(
         seq_length=seq_length,
         num_workers=0,
@@ -438,7 +444,9 @@ def _least_size(config: Config, names: Iterable[str]) -> int:
     return 2 * unit
 
 
-def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, ParallelConfig]:
+def shrink_layers(
+    num_layers: int, parallel: ParallelConfig, *, per_stage: int = 2
+) -> tuple[int, ParallelConfig]:
     """Two layers per stage, plus one if they were uneven; stages of a set length keep up to 3.
 
     >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))[0]
@@ -461,7 +469,9 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
     num_set_ranks = sum(1 for size in ends if size is not None)
     num_between = (parallel.pipeline_model_parallel_size - num_set_ranks) * virtual
     num_other_layers = num_layers - sum(size or 0 for size in ends)
-    middle = _layers_between(num_other_layers, num_between, counted=sum(parallel.counted_ends))
+    middle = _layers_between(num_other_layers, num_between, per_stage=per_stage)
+    if counted := sum(parallel.counted_ends):
+        middle = 2 * num_between - counted  # even again with the ends
     parallel = replace(
         parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
     )
@@ -481,17 +491,9 @@ def _shrink_stages(lengths: Sequence[int]) -> list[int]:
     return small
 
 
-def _layers_between(left: int, num_stages: int, *, counted: int) -> int:
-    """Layers of the stages without a set length.
-
-    Args:
-        left: layers of these stages in the full model.
-        num_stages: number of these stages.
-        counted: layers as which embedding and head count.
-    """
-    if counted:
-        return 2 * num_stages - counted  # even again with the ends
+def _layers_between(left: int, num_stages: int, *, per_stage: int) -> int:
+    """Layers of the stages without a set length, which have `left` in the full model."""
     if not num_stages:
         return 0
     is_uneven = left % num_stages > 0
-    return min(left, 2 * num_stages + (1 if is_uneven else 0))
+    return min(left, per_stage * num_stages + (1 if is_uneven else 0))

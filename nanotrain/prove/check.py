@@ -13,6 +13,7 @@ from typing import Any
 from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.schedules import with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
@@ -75,9 +76,9 @@ class Proof:
 def prove(config: Config, world_size: int) -> Proof:
     """Type a step of every kind of rank of a layout.
 
-    Types do not depend on sizes, so the model is shrunk: of equal layers two per stage are typed.
+    Types do not depend on sizes, so the model is shrunk: of equal layers one per stage is typed.
     Where data-parallel ranks share gradients, a second run without shards sees the sums over tp of
-    all parameters; a shard has some of them only.
+    all parameters; a shard has some of them only. It has one microbatch where the schedule has.
 
     Args:
         config: a validated configuration; its vocabulary is replaced.
@@ -86,19 +87,20 @@ def prove(config: Config, world_size: int) -> Proof:
     Raises:
         TopologyError: the groups of the layout have no common axes.
     """
-    small = shrink(config, world_size, num_steps=1)
+    small = shrink(config, world_size, num_steps=1, layers=_layers_per_stage(config.model))
     small = replace(
         small,
         precision=replace(config.precision, fp8=None),
         optim=replace(small.optim, clip_grad=config.optim.clip_grad),
     )
     small = with_values(small, read_table("settings", folder=DRY_RUN))
-    small = _with_few_microbatches(small, world_size)
+    small = _with_microbatches(small, world_size, count=NUM_MICROBATCHES)
     topology = Topology.of(small.parallel, world_size, has_experts=small.model.moe is not None)
     variants = [small]
     is_sharded = small.parallel.data_parallel_sharding_strategy != "no_shard"
     if is_sharded and topology.size("tp") * topology.size("pp") > 1:
-        variants.append(with_values(small, NO_SHARD))
+        complete = with_values(small, NO_SHARD)
+        variants.append(_with_microbatches(complete, world_size, count=1))
     ranks = []
     parameters: set[str] = set()
     faults: dict[str, None] = {}
@@ -133,23 +135,38 @@ def verdict(loaded: Loaded, world_size: int) -> list[str]:
         return [compared, f"not proved: {error}"]
 
 
-def _with_few_microbatches(config: Config, world_size: int) -> Config:
-    """The configuration with as few microbatches as its schedule has."""
-    few = NUM_MICROBATCHES
+def _layers_per_stage(model: ModelConfig) -> int:
+    """One layer where all are equal, else two."""
+    kinds = {*zip(model.mixers, model.moe_layers, model.window_layers, strict=True)}
+    has_own = model.num_kv_shared_layers > 0 or model.compressed is not None
+    return 2 if len(kinds) > 1 or has_own or any(model.shared_selections) else 1
+
+
+def _with_microbatches(config: Config, world_size: int, *, count: int) -> Config:
+    """The configuration with `count` microbatches, or as few as its schedule has."""
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
-        few = config.parallel.pipeline_model_parallel_size
+        count = config.parallel.pipeline_model_parallel_size
     dp = config.parallel.data_parallel_size(world_size)
-    return with_batch_size(config, config.train.micro_batch_size * dp * few)
+    return with_batch_size(config, config.train.micro_batch_size * dp * count)
 
 
 def _kinds_of_ranks(config: Config, topology: Topology) -> Mapping[int, Plan]:
-    """The plan of one rank per kind of stages."""
-    plans: dict[Any, tuple[int, Plan]] = {}
-    for rank in topology.members(0, "pp"):
+    """The plans of ranks that hold every kind of parameter, the ends of the pipeline first.
+
+    A rank between them has further messages, but only of kinds that the ends send too.
+    """
+    plans: dict[int, Plan] = {}
+    known: set[Any] = set()
+    ranks = list(dict.fromkeys(topology.members(0, "pp")))
+    for rank in sorted(ranks, key=lambda rank: rank not in (ranks[0], ranks[-1])):
         plan = plan_run(config, topology.world_size, rank=rank)
-        kind = tuple(_kind_of_stage(stage.params) for stage in plan.stages)
-        plans.setdefault(kind, (rank, plan))
-    return dict(plans.values())
+        kinds: set[Any] = set()
+        for stage in plan.stages:
+            kinds.update(_kind_of_stage(stage.params))
+        if not kinds <= known:
+            plans[rank] = plan
+        known |= kinds
+    return plans
 
 
 def _kind_of_stage(params: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ Sums of values that are equal already, and sums over shards of a gradient, are f
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -54,6 +55,25 @@ class _Tensors(NamedTuple):
     outputs: Sequence[Tensor]
 
 
+class _Traits(NamedTuple):
+    """What the type of a result needs to know of an operator."""
+
+    name: str
+    has_out: bool  # whether it writes to an argument `out`
+    is_random: bool  # whether it draws random numbers; attention does with dropout only
+
+
+@cache
+def _traits(func: Any) -> _Traits:
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Traits(
+        func.overloadpacket.__name__,
+        has_out=func._overloadname.endswith("out"),
+        is_random=draws and "attention" not in func.name(),
+    )
+
+
+_EQUAL = Type()
 MAX_FAULTS = 20  # kept per rank
 
 
@@ -94,7 +114,7 @@ class TypedRecorder(Recorder):
             return func(*args, **kwargs)
         operands = tensors_of((*args, *kwargs.values()))
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
-        if self._is_random(func, result):
+        if _traits(func).is_random and any(tensor.is_meta for tensor in tensors_of((result,))):
             self.fault(
                 f"operator {func} draws random numbers, so its result has no type, at {place()}"
             )
@@ -120,12 +140,6 @@ class TypedRecorder(Recorder):
         if all(tensor.is_meta for tensor in (*inputs, *outputs)):
             getattr(self, f"_{call.op}")(call, _Tensors(inputs, outputs))
 
-    def _is_random(self, func: Any, result: Any) -> bool:
-        """Whether an operator draws numbers; attention does with dropout only."""
-        if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in func.name():
-            return False
-        return any(tensor.is_meta for tensor in tensors_of((result,)))
-
     def _type_results(
         self,
         func: Any,
@@ -136,8 +150,9 @@ class TypedRecorder(Recorder):
         result: Any,
     ) -> None:
         """The types of what an operator returns or writes."""
-        name = func.overloadpacket.__name__
-        if func._overloadname.endswith("out"):  # the former values of its output are not read
+        traits = _traits(func)
+        name = traits.name
+        if traits.has_out:  # the former values of its output are not read
             out = kwargs.get("out")
             operands = [tensor for tensor in operands if tensor is not out]
         written = written_tensors(func, args, kwargs=kwargs)
@@ -147,7 +162,7 @@ class TypedRecorder(Recorder):
                 self.types.set(target, ZERO)
         elif name in _FILLED:
             for target in targets:
-                self.types.set(target, Type())
+                self.types.set(target, _EQUAL)
         elif name == "_foreach_copy_":
             for target, source in zip(args[0], args[1], strict=True):
                 self._copy(source, target)
@@ -176,7 +191,7 @@ class TypedRecorder(Recorder):
         self, name: str, operands: Sequence[Tensor], *, targets: Sequence[Tensor], number: Any
     ) -> None:
         """The types of results that depend on all operands."""
-        if name in _ELEMENTWISE and any(len(self.types.segments(item)) > 1 for item in operands):
+        if name in _ELEMENTWISE and any(map(self.types.is_mixed, operands)):
             for target, segments in zip(
                 targets,
                 self._elementwise(name, operands, targets=targets, number=number),
@@ -185,7 +200,7 @@ class TypedRecorder(Recorder):
                 self.types.write(target, segments)
             return
         kinds = [kind for kind in map(self.types.of, operands) if kind is not ZERO]
-        kind = self._combine(name, kinds, number=number) if operands else Type()
+        kind = self._combine(name, kinds, number=number) if operands else _EQUAL
         for target in targets:
             self.types.set(target, kind)
 
@@ -289,6 +304,9 @@ class TypedRecorder(Recorder):
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """A copy has the types of its source, range by range where both are dense."""
+        if not self.types.is_mixed(source):
+            self.types.set(target, self.types.of(source))
+            return
         segments = self.types.segments(source)
         if len({kind for _, _, kind in segments}) < 2 or not self._is_alike(source, target):
             self.types.set(target, self.types.of(source))

@@ -54,6 +54,7 @@ class _Storage:
 
     reference: Any  # weak, to drop the entry with the storage
     segments: list[Segment]
+    is_uniform: bool  # whether one segment has all bytes
 
 
 class Extent(NamedTuple):
@@ -72,11 +73,23 @@ class TypeMap:
 
     def of(self, tensor: Tensor) -> Type | None:
         """The type of a tensor: that of its only range, or of a value that depends on all."""
+        stored = self._storages.get(tensor.untyped_storage()._cdata)
+        if stored is None:
+            return ZERO
+        if stored.is_uniform:
+            return stored.segments[0][2]
         types = {segment[2] for segment in self.segments(tensor)}
         types.discard(ZERO)
         if len(types) < 2:
             return next(iter(types), ZERO)
         return join(list(types))
+
+    def is_mixed(self, tensor: Tensor) -> bool:
+        """Whether ranges of a tensor have types of their own."""
+        stored = self._storages.get(tensor.untyped_storage()._cdata)
+        if stored is None or len(stored.segments) == 1:
+            return False
+        return len(self.segments(tensor)) > 1
 
     def segments(self, tensor: Tensor) -> list[Segment]:
         """The types of the bytes of a tensor, in order; bytes without a type are not listed."""
@@ -98,6 +111,11 @@ class TypeMap:
 
     def set(self, tensor: Tensor, kind: Type | None) -> None:
         """Give all elements of a tensor a type."""
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        if 0 < tensor.numel() * tensor.itemsize == num_bytes:  # the whole storage
+            self._replace(storage, [(0, num_bytes, kind)], is_uniform=True)
+            return
         extent = extent_of(tensor)
         if not extent.is_dense:
             kind = _mix(kind, self.of(tensor))
@@ -106,14 +124,13 @@ class TypeMap:
     def write(self, tensor: Tensor, segments: list[Segment]) -> None:
         """Set ranges of the storage of a tensor, in order."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        stored = self._storages.get(key)
-        if stored is None:
-            reference = weakref.ref(storage, lambda _: self._storages.pop(key, None))
-            self._storages[key] = _Storage(reference, list(segments))
-            return
         start = segments[0][0]
         stop = segments[-1][1]
+        stored = self._storages.get(storage._cdata)
+        is_whole = start == 0 and stop >= storage.nbytes() > 0
+        if stored is None or is_whole:
+            self._replace(storage, segments, is_uniform=is_whole and len(segments) == 1)
+            return
         before = []
         after = []
         for segment in stored.segments:
@@ -122,6 +139,18 @@ class TypeMap:
             if segment[1] > stop:
                 after.append((max(segment[0], stop), segment[1], segment[2]))
         stored.segments = [*before, *segments, *after]
+        stored.is_uniform = False
+
+    def _replace(self, storage: Any, segments: list[Segment], *, is_uniform: bool) -> None:
+        """Set the types of a storage."""
+        key = storage._cdata
+        stored = self._storages.get(key)
+        if stored is None:
+            reference = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+            self._storages[key] = _Storage(reference, segments, is_uniform)
+            return
+        stored.segments = segments
+        stored.is_uniform = is_uniform
 
 
 def extent_of(tensor: Tensor) -> Extent:

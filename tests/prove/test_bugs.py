@@ -24,7 +24,14 @@ def test_every_bug_is_planted_at_one_place(script: ModuleType) -> None:
         compile(text.replace(row["find"], row["replace"]), row["file"], "exec")
 
 
-def test_drawn_layouts_are_of_all_recipes(script: ModuleType) -> None:
+def test_drawn_layouts_are_of_all_models(script: ModuleType) -> None:
     generator = script.random.Random(0)
-    lines = [script.draw(generator).line for _ in range(200)]
-    assert {line.split()[0] for line in lines} == {f"+config={name}" for name in script.recipes()}
+    models = [f"+config={name}" for name in script.recipes()]
+    lines = [script.draw(generator, models).line for _ in range(200)]
+    assert {line.split()[0] for line in lines} == set(models)
+
+
+def test_a_family_has_its_own_model(script: ModuleType) -> None:
+    config = script.config_of(script.Layout("family=llama-tied --tensor-model-parallel-size 2", 4))
+    assert not config.model.untie_embeddings_and_output_weights
+    assert script.config_of(script.Layout("family=llama --tensor-model-parallel-size 3", 3)) is None
