@@ -3,8 +3,8 @@ keeps to bounds of registers, memory and access widths. benchmarks/kernel_launch
 launches.
 
 Needs no GPU: Triton brings the assembler. Run with `make peers`, which installs both versions, and
-without `TRITON_INTERPRET`. The suite compiles typical launches for one card each; `make kernels`
-compiles all launches for all cards.
+without `TRITON_INTERPRET`. The suite compiles typical launches for one card each with the pinned version;
+`make kernels` compiles all launches for all cards with both.
 """
 
 import json
@@ -41,7 +41,10 @@ OLDER = Path(os.environ.get("OLDER_TRITON", Path(sys.prefix) / "triton-3.6"))
 HAS_OLDER = pytest.mark.skipif(not OLDER.is_dir(), reason="without `make peers`")
 VERSIONS = [  # each in one process, which compiles once
     pytest.param("pinned", marks=pytest.mark.xdist_group("pinned")),
-    pytest.param("older", marks=[HAS_OLDER, pytest.mark.xdist_group("older")]),
+    # takes as long again, and `make kernels` compiles more with it
+    pytest.param(
+        "older", marks=[HAS_OLDER, pytest.mark.xdist_group("older"), pytest.mark.more_layouts]
+    ),
 ]
 
 # Kernel -> programs that have to share a multiprocessor. A program of a kernel that moves data waits
