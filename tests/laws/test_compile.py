@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[Case, str]] = {
                 "sequence_parallel": True,
             }
         ),
-        "aot_eager",
+        "eager",
     ),
     "tp in pieces": (
         SMALL.but(

@@ -140,6 +140,10 @@ def case_of(strategy: str = STRATEGY, *, overlap: bool = True, **model: Any) -> 
     return Case(2).but(train=train, parallel=parallel, model=model, optim={"clip_grad": 0.0})
 
 
+def one_step(strategy: str = STRATEGY, *, overlap: bool, **model: Any) -> Case:
+    return replace(case_of(strategy, overlap=overlap, **model), steps=1)
+
+
 def stores_of(run: Run) -> list[ShardedParams]:
     return [bucket.params for dp in run.data_parallel for bucket in dp.buckets]
 
@@ -195,16 +199,13 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
         "recompute_method": "uniform",
         "recompute_num_layers": 3,
     }
+    sizes = {"global_batch_size": 4}  # a microbatch
     cases = [
-        case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS
+        one_step(overlap=on, **model).but(parallel=options, memory=chunks, train=sizes)
+        for on, options in OPTIONS
     ]
-    reference = run_ranks(
-        2,
-        train_here,
-        case_of("optim_grads", overlap=False, **model),
-        strategy="optim_grads",
-        shares=True,
-    )
+    plain = one_step("optim_grads", overlap=False, **model).but(train=sizes)
+    reference = run_ranks(2, train_here, plain, strategy="optim_grads", shares=True)
     for expected, outcomes in zip(
         reference, run_ranks(2, train_cases, cases, strategy=STRATEGY, shares=True), strict=True
     ):
