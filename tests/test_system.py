@@ -167,6 +167,7 @@ def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
         assert (gc.isenabled(), gc.get_freeze_count() == 0) == (has_triton, has_triton)
     finally:
         gc.enable()
+        gc.freeze()  # or every run of a later test would visit all objects of the suite
 
 
 @pytest.mark.parametrize(("world_size", "ends_at_once"), [("1", False), ("2", True)])
