@@ -25,9 +25,9 @@ TRAIN_FLOORS = (
     ("hooks",),
     ("evaluate", "fit"),
     ("open_run", "generate"),
-    ("phases",),
+    ("phases", "restart"),
     ("main",),
-    ("__main__",),
+    ("__main__", "spare"),
 )
 # packages and files of nanotrain/, the lowest first; those in one row never import each other
 PACKAGE_FLOORS = (

@@ -153,12 +153,14 @@ def launch(
         return 0
     check_local_files(loaded)
     folder = RunFolder.of(loaded.config).path
+    train = loaded.config.train
     return start_ranks(
         program,
         options=options,
         environment=environment,
         check=check,
         on_failure=partial(print_verdict, folder, since_s=time.time()),
+        max_restarts_in_place=train.inprocess_max_iterations if train.inprocess_restart else 0,
     )
 
 

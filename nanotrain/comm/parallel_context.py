@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import pick_device, process_group_device
+from nanotrain.comm.generations import Generation
 from nanotrain.comm.group import Group, TrafficCounter
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.meeting import require_host
@@ -125,6 +126,8 @@ class ParallelContext:
         store: the key-value store at which the ranks met.
         num_local_ranks: ranks of this machine, which share its memory.
         is_member: whether this rank is one of the topology; False once a smaller one left it out.
+        generation: the life of these groups in a job that forms them anew after a fault; None where
+            a fault ends the job.
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
@@ -136,6 +139,7 @@ class ParallelContext:
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
         self.num_local_ranks = 1
+        self.generation: Generation | None = None
         self._num_topologies = 0
         self._joined: JoinedRanks | tuple[()] = ()  # of the last `rejoin`
         self._set_topology(topology)
@@ -162,7 +166,12 @@ class ParallelContext:
     @classmethod
     @contextmanager
     def start(
-        cls, topology: Topology, *, device: str = "auto", timeout_s: float = 600.0
+        cls,
+        topology: Topology,
+        *,
+        device: str = "auto",
+        timeout_s: float = 600.0,
+        generation: Generation | None = None,
     ) -> Iterator["ParallelContext"]:
         """Join the world that torchrun launched, until the end of the block.
 
@@ -171,7 +180,7 @@ class ParallelContext:
         collective, on NCCL forever. The entry point ends the process at once.
 
         `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow
-        or lost rank.
+        or lost rank; the ranks of a `generation` have met already.
 
         Raises:
             EnvironmentFault: the environment, the world size or the devices do not fit the
@@ -195,11 +204,19 @@ class ParallelContext:
         require_host(os.environ["MASTER_ADDR"])
         flight_recorder.switch_on()
         join_world(
-            launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s)
+            launch.rank,
+            launch.world_size,
+            device=chosen,
+            timeout=timedelta(seconds=timeout_s),
+            store=None if generation is None else generation.store,
         )
         context = cls(topology, launch.rank, device=chosen)
         context.num_local_ranks = launch.local_world_size
-        yield context._with_groups(timeout_s)
+        context.generation = generation
+        context._with_groups(timeout_s)
+        if generation is not None:
+            generation.connected(lambda: context.heartbeat.read().step)
+        yield context
         context._destroy()
 
     @classmethod

@@ -2,6 +2,7 @@
 
 join_world        the default process group, at the store where the ranks met
 rejoin_world      the default process group again, once all others are destroyed
+leave_world       destroy all of them after a fault
 create_groups     one per distinct set of ranks of this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from nanotrain.comm.device import process_group_device
 from nanotrain.comm.meeting import meet
@@ -21,8 +22,15 @@ from nanotrain.topology.groups import UNCONNECTED, Ranks
 from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
 
 
-def join_world(rank: int, world_size: int, *, device: torch.device, timeout: timedelta) -> None:
-    """Create the default process group at torchrun's address.
+def join_world(
+    rank: int,
+    world_size: int,
+    *,
+    device: torch.device,
+    timeout: timedelta,
+    store: Store | None = None,
+) -> None:
+    """Create the default process group at torchrun's address, or in a store.
 
     On a GPU it is bound to the device, so its communicator exists on return and other groups can be
     split from it.
@@ -36,7 +44,7 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
         options = _options(backend, timeout=timeout)
         dist.init_process_group(
             backend,
-            store=meet(rank, world_size, timeout=timeout),
+            store=store or meet(rank, world_size, timeout=timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -80,6 +88,16 @@ def rejoin_world(name: str, *, world_size: int, timeout: timedelta) -> None:
     )
     if bound is not None:
         _name_ranks(bound, world_size)
+
+
+def leave_world() -> None:
+    """Destroy all process groups after a fault, while peers may be inside a collective."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":  # it would wait for them
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def _name_ranks(device: torch.device, world_size: int) -> None:

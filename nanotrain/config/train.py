@@ -157,6 +157,14 @@ class TrainConfig:
     of the timeout of collectives
     """
 
+    inprocess_restart: bool = option(False)
+    """after a fault of one rank the others stay: they form their groups anew and go on from the
+    newest checkpoint, and `nanotrain train --nproc-per-node` starts a rank that died again, alone
+    """
+
+    inprocess_max_iterations: int = option(10, check=at_least(1))
+    """with inprocess_restart: restarts in place after which a fault ends the run"""
+
     max_consecutive_skips: int = option(50, check=at_least(0))
     """steps skipped in a row, as not finite, after which the run saves and ends; 0: never"""
 

@@ -9,15 +9,14 @@ import io
 import logging
 import os
 import signal
-import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -39,6 +38,7 @@ from torch.distributed.run import (
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.meeting import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.launch.supervisor import LOCAL, RankStarter, open_local_store, supervise
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.scheduler import require_one_launcher
 from nanotrain.system import (
@@ -51,9 +51,18 @@ from nanotrain.system import (
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
-LOCAL = "127.0.0.1"  # where ranks of one machine meet
 LOCAL_BACKEND = "nanotrain-local"
 DEFAULT_PORT = 29500  # default of torchrun's --master-port
+# options that only torchrun's agent has
+AGENT_OPTIONS = (
+    "--max-restarts",
+    "--monitor-interval",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
+    "--numa-binding",
+)
 
 
 def start_ranks(
@@ -63,6 +72,7 @@ def start_ranks(
     environment: MutableMapping[str, str],
     check: Callable[[int], object],
     on_failure: Callable[[Mapping[int, int]], object] | None = None,
+    max_restarts_in_place: int = 0,
 ) -> int:
     """Run a program with one process per rank of this machine.
 
@@ -73,6 +83,8 @@ def start_ranks(
         check: function that raises for a number of ranks that the program cannot run on.
         on_failure: function that is called with the exit codes of failed ranks, negative for a
             signal, unless the job was stopped.
+        max_restarts_in_place: how often a rank that died is started again while the others stay; 0
+            for torchrun's agent, which ends all ranks.
 
     Returns:
         The exit code.
@@ -89,7 +101,46 @@ def start_ranks(
     require_host_memory(num_local)
     environment.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_local)))
     with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
+        if max_restarts_in_place and not needs_agent(args, options):
+            failed = supervise(
+                partial(RankStarter, program, environment=environment, num_ranks=num_local),
+                port=int(args.rdzv_endpoint.rpartition(":")[2]),
+                num_ranks=num_local,
+                max_restarts=max_restarts_in_place,
+                stops=stops,
+            )
+            return _end_of_job(failed, stops, on_failure=on_failure)
         return run_ranks(args, stops, on_failure=on_failure)
+
+
+def needs_agent(args: Namespace, options: Sequence[str]) -> bool:
+    """Whether only torchrun's agent can start the ranks: on several machines, or by its options."""
+    own = [option.partition("=")[0] for option in options if option.startswith(AGENT_OPTIONS)]
+    if args.rdzv_backend == LOCAL_BACKEND and not own:
+        return False
+    why = f"with {', '.join(own)}" if own else "on several machines"
+    print(
+        f"--inprocess-restart {why}: torchrun's agent starts the ranks, and ends all of them where "
+        "one dies; errors that a rank raises are restarted in place",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
+
+
+def _end_of_job(
+    failed: Mapping[int, int],
+    stops: Sequence[int],
+    *,
+    on_failure: Callable[[Mapping[int, int]], object] | None,
+) -> int:
+    """The exit code of a job, from those of its failed ranks in the order of their ends."""
+    if not failed:
+        return 0
+    code = first_exit_code(failed, is_stopped=bool(stops))
+    if on_failure is not None and not stops:
+        on_failure(failed)
+    return code
 
 
 def check_ranks(
@@ -222,16 +273,13 @@ class LocalRendezvous(StaticTCPRendezvous):
     def __init__(self, params: RendezvousParameters) -> None:
         port = int(params.endpoint.rpartition(":")[2])
         try:
-            listener = socket.create_server((LOCAL, port))
+            store = open_local_store(port)
         except OSError as error:
             raise RendezvousConnectionError(
                 f"port: {port}, {os.strerror(error.errno or 0)}"
             ) from None
-        port = listener.getsockname()[1]
-        super().__init__(LOCAL, port, rank=0, world_size=1, run_id=params.run_id, timeout=60)
-        self._store = TCPStore(
-            LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        super().__init__(LOCAL, store.port, rank=0, world_size=1, run_id=params.run_id, timeout=60)
+        self._store = store
 
     def get_backend(self) -> str:
         """Its name, which torch compares with the option."""
@@ -289,10 +337,7 @@ def run_ranks(
     try:
         elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
-        code = exit_code(error.failures, is_stopped=bool(stops))
-        if on_failure is not None and not stops:
-            on_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
-        return code
+        return _end_of_job(codes_of(error.failures), stops, on_failure=on_failure)
     except SignalException as error:  # TORCH_SIGNALS
         return 128 + int(error.sigval)
     except (ValueError, RendezvousError, DistError) as error:
@@ -326,20 +371,25 @@ def _meet_machines(args: Namespace, config: LaunchConfig) -> None:
         )
 
 
-def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:
+def codes_of(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """The exit codes of failed ranks, in the order of their ends."""
+    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    return {rank: failure.exitcode for rank, failure in in_order}
+
+
+def first_exit_code(failed: Mapping[int, int], *, is_stopped: bool) -> int:
     """The exit code of a failed job: that of the first failed rank, or 128 plus a signal.
 
     Args:
-        failures: failures by rank.
+        failed: exit codes by rank, in the order of their ends.
         is_stopped: whether a signal was sent on to the ranks, so that a rank that it ended needs no
             message.
     """
-    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    for _, failure in in_order:  # ranks that lost another report it and end with code 2
-        if failure.exitcode > 0:
-            return failure.exitcode
-    rank, first_failure = in_order[0]
-    signal_number = -first_failure.exitcode
+    for code in failed.values():  # ranks that lost another report it and end with code 2
+        if code > 0:
+            return code
+    rank = next(iter(failed))
+    signal_number = -failed[rank]
     if not is_stopped:  # a killed rank cannot report anything
         print(
             f"error: rank {rank} died: {describe_exit(-signal_number)}",

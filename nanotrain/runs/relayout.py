@@ -75,6 +75,12 @@ def with_layout(config: Config, arguments: Sequence[str], *, world_size: int) ->
             why="its checkpoints in the memory of the hosts are of the ranks that it has",
             fix="stop it, and start it in the other layout: a checkpoint loads in any",
         )
+    if config.train.inprocess_restart:
+        raise ConfigError(
+            "a run with --inprocess-restart keeps its layout",
+            why="a rank that is started again has the command line of the run",
+            fix="stop it, and start it in the other layout: a checkpoint loads in any",
+        )
     line = parse(arguments)
     errors = ErrorCollector()
     errors.errors += line.errors.errors

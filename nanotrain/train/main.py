@@ -13,13 +13,16 @@ every rank, so local rank 0 prints first and the other ranks wait: torchrun ends
 exited. A rank that is still alive after the wait is the only one with the error and prints it.
 """
 
+import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanotrain.config.config import Config
@@ -40,10 +43,18 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
 from nanotrain.runs.relayout import with_recorded_layout
 from nanotrain.scheduler import require_one_task
-from nanotrain.system import core_limit, importing_torch, outlive_output, usable_cores
+from nanotrain.system import (
+    core_limit,
+    importing_torch,
+    outlive_output,
+    run_program,
+    usable_cores,
+)
 
 if TYPE_CHECKING:
+    from nanotrain.comm.generations import Generation
     from nanotrain.report.history import RunHistory
+    from nanotrain.train.checks import Start
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine.
 # If a silent rank exited first, torchrun would end local rank 0 before it prints. When rank 0 has
@@ -84,6 +95,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def stand_by() -> None:
+    """Import what a rank imports, then wait for the start of one, in the place of which it trains.
+
+    The launcher writes it to standard input, as a line of JSON; without one the process ends.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher sends it to all its children
+    _prepare_environment()
+    with importing_torch():
+        import torch._dynamo  # noqa: F401
+
+        from nanotrain.train import open_run, phases, restart  # noqa: F401
+    line = sys.stdin.readline()
+    if not line:
+        return
+    start = json.loads(line)
+    os.environ.update(start["environment"])
+    sys.argv[1:] = start["arguments"]
+    run_program(main)
+
+
 def pretrain(config: Config) -> "RunHistory":
     """Train with a configuration made in Python, in this process: `nanotrain.pretrain(config)`.
 
@@ -112,6 +143,7 @@ def train(loaded: Loaded) -> None:
 
 
 def _train(loaded: Loaded) -> None:
+    """Check the start of this rank, claim the run folder, and train."""
     require_one_task(os.environ)
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
     loaded = with_recorded_layout(loaded, world_size)
@@ -119,12 +151,9 @@ def _train(loaded: Loaded) -> None:
     _prepare_environment()
     with importing_torch():
         from nanotrain.comm.device import set_arithmetic
-        from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.plan.memory_plan import require_memory
-        from nanotrain.plan.plan import plan_run
+        from nanotrain.comm.parallel_context import Launch
         from nanotrain.train.checks import Start, run_checks
-        from nanotrain.train.inputs import open_inputs
-        from nanotrain.train.phases import largest_memory, train_in_phases
+        from nanotrain.train.restart import train_with_restarts
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
@@ -134,35 +163,49 @@ def _train(loaded: Loaded) -> None:
         log.info("%s", note)
     start = Start(loaded.config, launch)
     run_checks(start)
-    folder = RunFolder.of(loaded.config)
     set_arithmetic(loaded.config)
-    with claimed(folder, is_first=is_first):
+    with claimed(RunFolder.of(loaded.config), is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
-        config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
-        if config.parallel.leaves_to_planner(start.device.type):
-            from nanotrain.train.auto_layout import with_planned_settings
+        train_with_restarts(
+            loaded.config, launch, train=partial(_open_and_train, loaded, start=start)
+        )
 
-            config, inputs = with_planned_settings(
-                config, inputs, start=start, explicit=loaded.explicit
-            )
-            validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
-        memory = largest_memory(
-            config,
-            lambda phase_config: require_memory(
-                phase_config, world_size, device=start.device.type, available=start.available
-            ),
+
+def _open_and_train(loaded: Loaded, generation: "Generation | None", *, start: "Start") -> None:
+    """Open the inputs, plan the run, join the groups and train to the end."""
+    from nanotrain.comm.parallel_context import ParallelContext
+    from nanotrain.plan.memory_plan import require_memory
+    from nanotrain.plan.plan import plan_run
+    from nanotrain.train.inputs import open_inputs
+    from nanotrain.train.phases import largest_memory, train_in_phases
+
+    launch = start.launch
+    world_size = launch.world_size
+    config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
+    if config.parallel.leaves_to_planner(start.device.type):
+        from nanotrain.train.auto_layout import with_planned_settings
+
+        config, inputs = with_planned_settings(
+            config, inputs, start=start, explicit=loaded.explicit
         )
-        log.info(
-            "%s",
-            memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size),
-        )
-        plan = plan_run(config, world_size, rank=launch.rank)
-        timeout_s = config.parallel.distributed_timeout_minutes * 60
-        with ParallelContext.start(
-            plan.topology, device=config.train.device, timeout_s=timeout_s
-        ) as context:
-            start_logging(coordinates=context.coords_text, is_first=is_first)
-            train_in_phases(plan, inputs, context=context, planned=memory)
+        validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    memory = largest_memory(
+        config,
+        lambda phase_config: require_memory(
+            phase_config, world_size, device=start.device.type, available=start.available
+        ),
+    )
+    log.info(
+        "%s",
+        memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size),
+    )
+    plan = plan_run(config, world_size, rank=launch.rank)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    with ParallelContext.start(
+        plan.topology, device=config.train.device, timeout_s=timeout_s, generation=generation
+    ) as context:
+        start_logging(coordinates=context.coords_text, is_first=launch.rank == 0)
+        train_in_phases(plan, inputs, context=context, planned=memory)
 
 
 @contextmanager

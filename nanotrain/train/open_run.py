@@ -52,6 +52,7 @@ from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.relayout import RelayoutHook
 from nanotrain.train.hooks.replay import ReplayHook
+from nanotrain.train.hooks.restart import RestartHook
 from nanotrain.train.hooks.stragglers import StragglerHook
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TrackHook
@@ -202,6 +203,8 @@ def _hooks_at_end(config: Config, tokenizer: str | None) -> list[Hook]:
     hooks: list[Hook] = []
     if train.generate_tokens > 0:
         hooks.append(SampleHook(tokenizer))
+    if train.inprocess_restart:
+        hooks.append(RestartHook())
     if train.report:
         hooks.append(ReportHook())
     if train.notify is not None:

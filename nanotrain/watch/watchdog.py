@@ -174,10 +174,19 @@ class Watchdog:
             self._report(reason)
             sys.stdout.flush()
             self._kill_frozen()
+            self._end_run(reason)
+
+    def _end_run(self, reason: str) -> None:
+        """End this process, or in a job that goes on in place the generation of its groups."""
+        if self._context.generation is None:
             self._end(EXIT_CODE)
+        else:
+            self._context.generation.end(reason)
 
     def reason_to_end(self, now: float) -> str:
         """Why the run has to end at `now`, in seconds of a monotonic clock; "" if it may go on."""
+        if self._context.generation is not None and self._context.generation.has_ended:
+            return ""
         if self._heartbeat.beats != self._beats or self._is_slow_by_nature():
             self._beats = self._heartbeat.beats
             self._moved = now
@@ -413,6 +422,9 @@ def watch_ranks(
         try:
             yield
         except CommunicationFault as fault:
+            if context.generation is not None and context.generation.covers(fault):
+                watchdog.stop(phase="failed")
+                raise
             explained = watchdog.explain(fault)
             watchdog.stop(phase="failed")
             raise explained from fault

@@ -25,7 +25,8 @@ from nanotrain.launch.start_ranks import (
     DEFAULT_PORT,
     LOCAL_BACKEND,
     LocalRendezvous,
-    exit_code,
+    codes_of,
+    first_exit_code,
     local_world_size,
     passing_signals_on,
     read_options,
@@ -242,10 +243,10 @@ def failed(**codes: int) -> dict[int, SimpleNamespace]:
 
 
 def test_exit_codes(capfd):
-    assert exit_code(failed(r3=1, r0=2), is_stopped=False) == 1
+    assert first_exit_code(codes_of(failed(r3=1, r0=2)), is_stopped=False) == 1
     # a rank that lost rank 3 reported it
-    assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2
-    assert exit_code(failed(r3=-15), is_stopped=True) == 143  # before it could save
+    assert first_exit_code(codes_of(failed(r3=-9, r0=2)), is_stopped=False) == 2
+    assert first_exit_code(codes_of(failed(r3=-15)), is_stopped=True) == 143  # before it could save
     assert capfd.readouterr().err == ""
 
 

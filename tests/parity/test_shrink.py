@@ -314,6 +314,7 @@ OF_RUNS = (
         "train.rerun_mode",
         "train.replay_interval",
         "train.preflight",
+        "train.inprocess_",
         "train.straggler_",
         "train.manual_gc",
         "train.profile",

@@ -75,6 +75,7 @@ RUN: Rules = (
     run.check_packing,
     run.check_auto_layout,
     run.check_memory_checkpoints,
+    run.check_inprocess_restart,
     run.check_warmup,
     run.check_final_decay,
     run.check_validation_data,

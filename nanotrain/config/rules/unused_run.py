@@ -257,6 +257,10 @@ def unused_trackers(c: Settings) -> UnusedFields:
         )
     if not train.preflight:
         yield unused("preflight_factor", by="preflight", why="preflight is off")
+    if not train.inprocess_restart:
+        yield unused(
+            "inprocess_max_iterations", by="inprocess_restart", why="inprocess_restart is off"
+        )
     if not train.tensorboard:
         yield unused("tensorboard_dir", by="tensorboard", why="tensorboard is off")
     if not train.wandb:

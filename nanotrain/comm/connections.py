@@ -1,0 +1,56 @@
+"""The TCP connections of this process: which there are, and how they are ended.
+
+gloo has no working abort: a collective that waits for a stopped peer returns at its timeout. It
+fails at once where its connections are shut down.
+"""
+
+import os
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+
+FILES = "/proc/self/fd"  # Linux
+
+
+def open_sockets() -> dict[str, int]:
+    """The sockets of this process: their inode, as the system writes it, and a file descriptor."""
+    sockets = {}
+    with suppress(OSError):
+        for name in os.listdir(FILES):
+            with suppress(OSError):  # closed meanwhile
+                link = os.readlink(f"{FILES}/{name}")
+                if link.startswith("socket:"):
+                    sockets[link] = int(name)
+    return sockets
+
+
+def shut_down_connections(*, keep: Collection[str]) -> int:
+    """Shut down the TCP connections of this process; what waits for one of them fails.
+
+    Sockets that accept connections are left: gloo ends the process where one of them fails.
+
+    Args:
+        keep: inodes of sockets that are left, as `open_sockets` returns them.
+
+    Returns:
+        The number of connections that were shut down.
+    """
+    number = 0
+    for inode, descriptor in open_sockets().items():
+        if inode in keep:
+            continue
+        with suppress(OSError):  # closed meanwhile, not connected, or of another kind
+            if _shut_down(os.dup(descriptor)):
+                number += 1
+    return number
+
+
+def _shut_down(descriptor: int) -> bool:
+    """Shut down a connection; False for other sockets. The descriptor is closed."""
+    with socket.socket(fileno=descriptor) as connection:
+        is_tcp = connection.type == socket.SOCK_STREAM
+        if not is_tcp or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        connection.getpeername()  # fails unless it is connected
+        connection.shutdown(socket.SHUT_RDWR)
+    return True

@@ -1,0 +1,188 @@
+"""What ranks and launcher tell each other of the generations of a job, in its store.
+
+Fault       what ended a generation
+Decision    whether the run goes on in the next one; the last rank that joins decides for all
+
+number          the newest generation
+fault-N         what ended generation N
+at-R            the generation that rank R joined last
+N/joined        how many ranks have joined it
+N/decision      the decision on it
+N/left-R        when rank R left it, and the step that it ran then
+N/finished      how many ranks have come to the end of the run in it
+over            the error with which the run ends
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from torch._C._distributed_c10d import Store
+
+MAX_IDLE = 2  # generations in a row without a new step, before the run ends
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a generation."""
+
+    rank: int
+    what: str  # the error, or the signal that ended the rank
+    time_s: float  # seconds since the epoch
+    step: int = 0  # the running step of that rank; 0 if unknown
+    is_death: bool = False  # whether the process of the rank ended
+
+    def is_error_of(self, earlier: "Fault") -> bool:
+        """Whether this is the error of an earlier fault, in the same step."""
+        return not self.is_death and (self.what, self.step) == (earlier.what, earlier.step)
+
+    @property
+    def text(self) -> str:
+        """The fault as one line."""
+        step = f" in step {self.step}" if self.step else ""
+        return f"rank {self.rank}{step}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The restart with which a generation began."""
+
+    fault: Fault
+    noticed_s: float  # when the last of the ranks that lived noticed the fault
+    met_s: float  # when all ranks had joined
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the last rank that joins a generation decides for all."""
+
+    error: str = ""  # why the run ends; empty where it goes on
+    rank: int = -1  # whose error ends the run; -1: that of no single rank
+    restart: Restart | None = None  # None in the first generation
+
+    @classmethod
+    def parse(cls, text: str) -> "Decision":
+        """Parse the JSON of a decision."""
+        values = json.loads(text)
+        restart = values.pop("restart")
+        if restart is None:
+            return cls(**values)
+        fault = Fault(**restart.pop("fault"))
+        return cls(**values, restart=Restart(fault, **restart))
+
+
+class GenerationStore:
+    """What the ranks and the launcher tell each other, in the store of a job.
+
+    Args:
+        store: the store, or a part of it that no other attempt uses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        store.compare_set("number", "", "0")
+
+    def current(self) -> int:
+        """The number of the generation; 0 for the first."""
+        return int(self._store.get("number"))
+
+    def end(self, number: int, fault: Fault) -> None:
+        """End a generation; where it has ended the first fault stays."""
+        self._store.compare_set(f"fault-{number}", "", json.dumps(asdict(fault)))
+        self._store.compare_set("number", str(number), str(number + 1))
+
+    def end_of_rank(self, fault: Fault) -> None:
+        """End the generation in which a rank died; there is none if it had not joined."""
+        key = f"at-{fault.rank}"
+        if self._store.check([key]):
+            self.end(int(self._store.get(key)), fault)
+
+    def is_finished(self, world_size: int) -> bool:
+        """Whether all ranks have finished the newest generation."""
+        return self._store.add(f"{self.current()}/finished", 0) == world_size
+
+    def finish(self, number: int) -> None:
+        """Count a rank that has finished."""
+        self._store.add(f"{number}/finished", 1)
+
+    def join(self, number: int, rank: int) -> int:
+        """Count a rank in; returns how many have joined."""
+        self._store.set(f"at-{rank}", str(number))
+        return self._store.add(f"{number}/joined", 1)
+
+    def num_joined(self, number: int) -> int:
+        """How many ranks have joined a generation."""
+        return self._store.add(f"{number}/joined", 0)
+
+    def leave(self, number: int, rank: int, *, step: int) -> None:
+        """Note when a rank left a generation that ended, and its running step."""
+        self._store.set(f"{number}/left-{rank}", json.dumps([time.time(), step]))
+
+    def decide(self, number: int, decision: Decision) -> None:
+        """Publish the decision of the last rank that joined."""
+        self._store.set(f"{number}/decision", json.dumps(asdict(decision)))
+
+    def decision(self, number: int) -> Decision | None:
+        """The decision on a generation; None before it."""
+        key = f"{number}/decision"
+        if not self._store.check([key]):
+            return None
+        return Decision.parse(self._store.get(key).decode())
+
+    def fault(self, number: int) -> Fault:
+        """The fault of a generation that has ended."""
+        return Fault(**json.loads(self._store.get(f"fault-{number}")))
+
+    def departures(self, number: int, world_size: int) -> list[tuple[float, int]]:
+        """When ranks left a generation, and their running steps; without ranks that died."""
+        left = []
+        for rank in range(world_size):
+            key = f"{number}/left-{rank}"
+            if self._store.check([key]):
+                time_s, step = json.loads(self._store.get(key))
+                left.append((float(time_s), int(step)))
+        return left
+
+    def set_over(self, text: str) -> None:
+        """Publish that the run ends with the error of a rank."""
+        self._store.set("over", text)
+
+    def over(self) -> str:
+        """The error with which the run ends; empty while it goes on."""
+        return self._store.get("over").decode() if self._store.check(["over"]) else ""
+
+
+def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts: int) -> Decision:
+    """Decide whether the run goes on in a generation that all ranks have joined.
+
+    It ends where the same error came twice in one step, which points to code or data; where
+    `MAX_IDLE` generations in a row made no new step; and after `max_restarts`.
+    """
+    if number == 0:
+        return Decision()
+    fault = store.fault(number - 1)
+    departures = store.departures(number - 1, world_size)
+    noticed_s = max([time_s for time_s, _ in departures], default=fault.time_s)
+    restart = Restart(fault, noticed_s=noticed_s, met_s=time.time())
+    if number > 1 and fault.is_error_of(store.fault(number - 2)):
+        return Decision(f"the same error twice: {fault.text}", fault.rank, restart)
+    idle = _idle_generations(store, number, world_size=world_size)
+    rank = -1 if fault.is_death else fault.rank
+    if idle >= MAX_IDLE:
+        return Decision(f"{idle + 1} faults without a new step: {fault.text}", rank, restart)
+    if number > max_restarts:
+        error = f"restart in place {number} of at most {max_restarts}: {fault.text}"
+        return Decision(error, rank, restart)
+    return Decision(restart=restart)
+
+
+def _idle_generations(store: GenerationStore, number: int, *, world_size: int) -> int:
+    """Generations in a row before this one that made no new step."""
+    reached = []
+    for earlier in range(number):
+        departures = store.departures(earlier, world_size)
+        reached.append(max([step for _, step in departures], default=0))
+    idle = 0
+    while idle < number - 1 and reached[number - 1 - idle] <= max(reached[: number - 1 - idle]):
+        idle += 1
+    return idle

@@ -1,0 +1,281 @@
+"""Start the ranks of one machine, and start a rank that died again while the others stay.
+
+torchrun's agent ends all ranks where one ends. Here a rank that a signal ended is started again,
+alone: its generation of process groups is ended in the store (`comm/generations.py`), and it meets
+the others in the next one. A rank that ends with an exit code ends the run, as under torchrun.
+
+    a spare process     has done its imports, and takes the place of the next rank that dies; only
+                        one at a time, started once the ranks have met
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from nanotrain.comm.generation_store import Fault, GenerationStore
+from nanotrain.comm.generations import PREFIX, SUPERVISED
+from nanotrain.errors import EnvironmentFault
+from nanotrain.system import OF_TORCHRUN, describe_exit
+
+LOCAL = "127.0.0.1"  # where ranks of one machine meet
+POLL_S = 0.05
+STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL, unless the variable of torchrun is set
+STOP_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SPARE = "spare"  # module beside the program that waits to become a rank
+
+
+class Process(Protocol):
+    """A rank, as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to it, unless it has ended."""
+
+
+class RankStarter:
+    """Starts the program of a rank.
+
+    Args:
+        program: module that every rank runs, and its arguments.
+        environment: environment that the ranks inherit.
+        address: host and port of the store.
+        num_ranks: ranks of the job.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        address: tuple[str, int],
+        num_ranks: int,
+    ) -> None:
+        self._program = program
+        self._environment = environment
+        self._address = address
+        self._num_ranks = num_ranks
+        self._spare: subprocess.Popen[str] | None = None
+
+    def start(self, rank: int) -> Process:
+        """Start a rank, in the spare process where one is ready."""
+        environment = rank_environment(rank, self._num_ranks, address=self._address)
+        spare = self._spare
+        self._spare = None
+        if spare is not None and spare.poll() is None:
+            assert spare.stdin is not None, "it was opened with a pipe"
+            start = {"environment": environment, "arguments": [*self._program[1:]]}
+            spare.stdin.write(json.dumps(start) + "\n")
+            spare.stdin.close()
+            return spare
+        command = [sys.executable, "-u", "-m", *self._program]
+        return subprocess.Popen(
+            command, env={**self._environment, **environment}, start_new_session=True
+        )
+
+    def prepare(self) -> None:
+        """Start a spare process, unless there is one."""
+        if self._spare is None:
+            command = [sys.executable, "-u", "-m", f"{self._program[0]}.{SPARE}"]
+            self._spare = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End the spare process."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.wait()
+
+
+def rank_environment(rank: int, num_ranks: int, *, address: tuple[str, int]) -> dict[str, str]:
+    """The variables of a rank of a job of one machine, named as torchrun's."""
+    host, port = address
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        OF_TORCHRUN: "local",
+        SUPERVISED: "1",
+    }
+
+
+class Supervisor:
+    """Runs the ranks until all have ended.
+
+    Args:
+        store: part of the store that the ranks of this job use for their generations.
+        num_ranks: ranks of the job.
+        start: starts a rank.
+        max_restarts: ranks that are started again.
+        stops: signals that were sent on to the ranks, filled while they run; after one no rank is
+            started again.
+        prepare: called once all ranks have met, again after every restart.
+    """
+
+    def __init__(
+        self,
+        store: GenerationStore,
+        num_ranks: int,
+        *,
+        start: Callable[[int], Process],
+        max_restarts: int,
+        stops: Sequence[int] = (),
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._start = start
+        self._max_restarts = max_restarts
+        self._stops = stops
+        self._prepare = prepare
+        self._is_prepared = False
+        self._num_restarts = 0
+        self.processes: dict[int, Process] = {}
+
+    def run(self) -> dict[int, int]:
+        """Start the ranks and wait for their end.
+
+        Returns:
+            The exit codes of the ranks that failed, in the order of their ends; negative for a
+            signal.
+        """
+        failed: dict[int, int] = {}
+        try:
+            for rank in range(self._num_ranks):
+                self.processes[rank] = self._start(rank)
+            while self.processes and not failed:
+                failed = self._poll()
+                self._prepare_once()
+                time.sleep(POLL_S)
+        finally:
+            self._end()
+        return failed
+
+    def _poll(self) -> dict[int, int]:
+        """Start ranks that died again; returns the exit codes of ranks that failed for good."""
+        failed = {}
+        for rank, process in list(self.processes.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self.processes[rank]
+            if code and self._may_start_again(code):
+                self._start_again(rank, code)
+            elif code:
+                failed[rank] = code
+        return failed
+
+    def _may_start_again(self, code: int) -> bool:
+        is_over = bool(self._stops) or self._store.is_finished(self._num_ranks)
+        return code < 0 and not is_over and self._num_restarts < self._max_restarts
+
+    def _start_again(self, rank: int, code: int) -> None:
+        """End the generation of a rank that died, and start it again."""
+        self._num_restarts += 1
+        what = describe_exit(code)
+        self._store.end_of_rank(Fault(rank, what, time.time(), is_death=True))
+        print(f"rank {rank} is started again: {what}", file=sys.stderr, flush=True)
+        self.processes[rank] = self._start(rank)
+        self._is_prepared = False
+
+    def _prepare_once(self) -> None:
+        """Prepare for the next rank that dies, once the ranks have met."""
+        if not self._is_prepared and self._store.decision(self._store.current()) is not None:
+            self._is_prepared = True
+            self._prepare()
+
+    def _end(self) -> None:
+        """End the ranks that are left: first they may save."""
+        timeout_s = float(os.environ.get(STOP_TIMEOUT, STOP_TIMEOUT_S))
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        while any(process.poll() is None for process in self.processes.values()):
+            if time.monotonic() > deadline:
+                for process in self.processes.values():
+                    process.send_signal(signal.SIGKILL)
+            time.sleep(POLL_S)
+
+
+def supervise(
+    starter: Callable[..., RankStarter],
+    *,
+    port: int,
+    num_ranks: int,
+    max_restarts: int,
+    stops: Sequence[int],
+) -> dict[int, int]:
+    """Run the ranks of this machine, which meet at a store of this process.
+
+    Args:
+        starter: makes the starter of ranks, from the `address` of the store.
+        port: port of the store; 0 is a free one.
+        num_ranks: ranks of the job.
+        max_restarts: as for `Supervisor`.
+        stops: as for `Supervisor`.
+
+    Returns:
+        The exit codes of the ranks that failed, as `Supervisor.run`.
+
+    Raises:
+        EnvironmentFault: the port is taken.
+    """
+    try:
+        store = open_local_store(port)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"port {port} of this machine cannot be opened",
+            why=os.strerror(error.errno or 0),
+            fix="leave --master-port out",
+        ) from None
+    ranks = starter(address=(LOCAL, store.port))
+    supervisor = Supervisor(
+        GenerationStore(PrefixStore(PREFIX, store)),
+        num_ranks,
+        start=ranks.start,
+        max_restarts=max_restarts,
+        stops=stops,
+        prepare=ranks.prepare,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        ranks.close()
+
+
+def open_local_store(port: int) -> TCPStore:
+    """A store on the loopback interface only; port 0 is a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.create_server((LOCAL, port))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

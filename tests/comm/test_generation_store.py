@@ -1,0 +1,86 @@
+"""What ranks and launcher agree on after a fault: when the run goes on, and when it ends."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+
+from nanotrain.comm.generation_store import Decision, Fault, GenerationStore, decide
+
+KILLED = Fault(1, "SIGKILL ended it", 5.0, is_death=True)
+
+
+def history(*faults: tuple[Fault, int]) -> Decision:
+    """The decision of two ranks after faults, each with the step that rank 0 had reached."""
+    store = GenerationStore(dist.HashStore())
+    for number, (fault, step) in enumerate(faults):
+        store.join(number, 1)
+        store.end(number, fault)
+        store.leave(number, 0, step=step)
+    return decide(store, len(faults), world_size=2, max_restarts=4)
+
+
+def raised(step: int, what: str = "ValueError: bad") -> Fault:
+    return Fault(1, what, 5.0, step=step)
+
+
+def test_the_first_generation_has_nothing_to_decide() -> None:
+    assert history() == Decision()
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(KILLED, 6)],
+        [(KILLED, 6), (KILLED, 6)],
+        [(KILLED, 6), (KILLED, 6), (KILLED, 7)],
+        [(KILLED, 6), (KILLED, 0), (KILLED, 7), (KILLED, 3)],  # two of them while it restores
+        [(raised(6), 6), (raised(7), 7), (raised(8), 8)],
+        [(raised(6), 6), (raised(6, "OSError: other"), 6)],
+    ],
+)
+def test_a_run_goes_on_after(faults: Sequence[tuple[Fault, int]]) -> None:
+    decision = history(*faults)
+    assert not decision.error
+    assert decision.restart is not None and decision.restart.fault == faults[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("faults", "error", "rank"),
+    [
+        ([(KILLED, 6)] * 3, "3 faults without a new step: rank 1: SIGKILL ended it", -1),
+        ([(KILLED, 9), (KILLED, 0), (KILLED, 9)], "3 faults without a new step", -1),
+        ([(raised(6), 6)] * 2, "the same error twice: rank 1 in step 6: ValueError: bad", 1),
+        ([(KILLED, step) for step in range(5)], "restart in place 5 of at most 4", -1),
+    ],
+)
+def test_a_run_ends_after(faults: Sequence[tuple[Fault, int]], error: str, rank: int) -> None:
+    decision = history(*faults)
+    assert error in decision.error and decision.rank == rank
+
+
+def test_the_first_fault_of_a_generation_counts() -> None:
+    store = GenerationStore(dist.HashStore())
+    store.end_of_rank(KILLED)
+    assert store.current() == 0, "the rank had not joined"
+    store.join(0, 1)
+    store.end_of_rank(KILLED)
+    store.end(0, raised(3))
+    assert (store.current(), store.fault(0)) == (1, KILLED)
+    store.end_of_rank(KILLED)
+    assert store.current() == 1, "it died before it joined the next one"
+
+
+def test_what_is_published_is_read_back() -> None:
+    store = GenerationStore(dist.HashStore())
+    assert store.decision(1) is None
+    decision = history((KILLED, 3))
+    store.decide(1, decision)
+    assert store.decision(1) == decision
+    assert store.over() == ""
+    store.set_over("ConfigError: wrong")
+    assert store.over() == "ConfigError: wrong"
+    for _ in range(2):
+        assert not store.is_finished(2)
+        store.finish(0)
+    assert store.is_finished(2)

@@ -1,0 +1,141 @@
+"""Generations of a job: who ends one, and what waits for a rank that is gone."""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from nanotrain.comm import generations
+from nanotrain.comm.connections import open_sockets, shut_down_connections
+from nanotrain.comm.generation_store import Fault
+from nanotrain.comm.generations import SUPERVISED, Generation, GenerationEnded, Generations
+from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import ConfigError, EnvironmentFault, LocalFault, ReportedFault
+
+JOIN_S = 30
+KILLED = Fault(1, "SIGKILL ended it", 5.0, is_death=True)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Sequence[Generations]:
+    """Two ranks of a job, in this process, under a launcher that starts dead ranks again."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv(SUPERVISED, "1")
+    monkeypatch.setattr(generations, "WAIT_AFTER_OTHERS_S", 0.1)
+    monkeypatch.setattr(generations, "WAIT_FOR_END_S", 0.1)
+    monkeypatch.setattr(generations, "WAIT_FOR_REPORT_S", 0.0)
+    ranks = []
+    for rank in range(2):
+        timeout = timedelta(seconds=JOIN_S)
+        ranks.append(Generations(rank, 2, timeout=timeout, max_restarts=3))
+    ranks[0].server = store  # type: ignore[attr-defined]  # lives as long
+    return ranks
+
+
+def join(job: Sequence[Generations]) -> list[Generation]:
+    joined: dict[int, Generation] = {}
+    threads = []
+    for rank in job:
+        join_one = lambda rank=rank: joined.update({rank.rank: rank.join()})  # noqa: E731
+        threads.append(threading.Thread(target=join_one))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [joined[rank.rank] for rank in job]
+
+
+def test_ranks_meet_again_after_an_error_of_one(job: Sequence[Generations]) -> None:
+    first, second = join(job)
+    assert (first.number, first.restart) == (0, None)
+    second.connected(lambda: 7)
+    assert job[1].leave(second, ValueError("bad")), "its own error"
+    assert not job[0].leave(first, CommunicationFault("lost")), "an error of the other rank"
+    again, _ = join(job)
+    assert again.number == 1 and again.restart is not None
+    assert again.restart.fault.text == "rank 1 in step 7: ValueError: bad"
+    assert again.restart.met_s >= again.restart.noticed_s >= again.restart.fault.time_s
+
+
+def test_a_rank_that_died_before_all_had_joined_is_awaited(job: Sequence[Generations]) -> None:
+    waiting = threading.Thread(target=lambda: join(job[:1]))
+    waiting.start()
+    while job[1].store.num_joined(0) < 1:
+        time.sleep(0.01)
+    job[1].store._store.set("at-1", "0")  # and dies before it is counted
+    job[1].store.end_of_rank(KILLED)
+    (generation,) = join(job[1:])
+    waiting.join()
+    assert generation.number == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("wrong"), EnvironmentFault("no disk")])
+def test_an_error_that_all_ranks_raise_ends_the_run(
+    job: Sequence[Generations], error: Exception
+) -> None:
+    first, _ = join(job)
+    with pytest.raises(type(error)):
+        job[0].leave(first, error)
+    job[1].store.end(0, KILLED)
+    with pytest.raises(ReportedFault, match="the error of another rank"):
+        job[1].join()
+
+
+def test_a_fault_of_one_rank_alone_does_not_end_it(job: Sequence[Generations]) -> None:
+    first, _ = join(job)
+    assert job[0].leave(first, LocalFault("rank 0 ran out of memory"))
+
+
+def test_the_end_of_a_generation_fails_what_waits_for_another_rank(
+    job: Sequence[Generations],
+) -> None:
+    generation, _ = join(job)
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, pytest.raises(OSError, match="lost"), generation.watched():
+        waiting = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        job[1].store.end(0, KILLED)
+        with waiting, peer:
+            assert waiting.recv(1) == b"", "it was shut down"
+        assert generation.has_ended
+        raise OSError("lost")
+
+
+def test_a_rank_that_has_finished_waits_for_the_others(job: Sequence[Generations]) -> None:
+    generation, other = join(job)
+    threading.Timer(0.2, job[1].store.end, [0, KILLED]).start()
+    with pytest.raises(GenerationEnded, match="after this one had finished"), generation.watched():
+        pass
+    first, second = join(job)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(finish, [first, second])) == [1, 1]
+
+
+def finish(generation: Generation) -> int:
+    with generation.watched():
+        return generation.number
+
+
+def test_connections_are_shut_down_but_those_that_are_kept_and_listening_ones() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = socket.create_connection(server.getsockname())
+        kept_peer, _ = server.accept()
+        inodes = open_sockets()
+        other = socket.create_connection(server.getsockname())
+        other_peer, _ = server.accept()
+        pair = socket.socketpair()
+        assert shut_down_connections(keep=inodes) == 2  # both ends are of this process
+        assert other.recv(1) == b"" and other_peer.recv(1) == b""
+        kept.send(b"x")
+        pair[0].send(b"y")
+        assert kept_peer.recv(1) == b"x" and pair[1].recv(1) == b"y"
+        newest = socket.create_connection(server.getsockname())
+        for connection in (kept, kept_peer, other, other_peer, newest, *pair):
+            connection.close()

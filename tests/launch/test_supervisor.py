@@ -1,0 +1,161 @@
+"""The launcher that starts a rank that died again; the ranks here are stand-ins."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nanotrain.comm.generation_store import Decision, GenerationStore
+from nanotrain.launch.start_ranks import needs_agent, read_options
+from nanotrain.launch.supervisor import RankStarter, Supervisor, rank_environment
+from tests.harness import HANG_S
+
+
+class StandIn:
+    """A rank that ends with a code, after a number of polls."""
+
+    pid = 0
+
+    def __init__(self, code: int | None, *, polls: int = 0) -> None:
+        self.code, self.polls, self.signals = code, polls, list[int]()
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return self.code if self.polls < 0 else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.code, self.polls = -number, 0
+
+
+class Ranks:
+    """Starts stand-ins with codes by rank, in the order of their lives."""
+
+    def __init__(self, **codes: Sequence[int | None]) -> None:
+        self.store = GenerationStore(dist.HashStore())
+        self.codes = {int(name[1:]): list(values) for name, values in codes.items()}
+        self.started: list[int] = []
+        self.stops: list[int] = []
+
+    def start(self, rank: int) -> StandIn:
+        self.store.join(self.store.current(), rank)
+        self.started.append(rank)
+        return StandIn(self.codes[rank].pop(0), polls=len(self.started))
+
+    def run(self, *, max_restarts: int = 3) -> dict[int, int]:
+        supervisor = Supervisor(
+            self.store,
+            len(self.codes),
+            start=self.start,
+            max_restarts=max_restarts,
+            stops=self.stops,
+        )
+        return supervisor.run()
+
+
+def test_a_rank_that_a_signal_ended_is_started_again_alone(capfd: pytest.CaptureFixture) -> None:
+    ranks = Ranks(r0=[0], r1=[-9, -11, 0], r2=[0])
+    assert ranks.run() == {}
+    assert ranks.started == [0, 1, 2, 1, 1]
+    assert ranks.store.current() == 2
+    fault = ranks.store.fault(1)
+    assert (fault.rank, fault.what, fault.is_death) == (1, "SIGSEGV ended it", True)
+    assert "rank 1 is started again: SIGKILL ended it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_rank_that_ends_with_a_code_ends_the_others(code: int) -> None:
+    ranks = Ranks(r0=[None], r1=[code])
+    assert ranks.run() == {1: code}
+    assert ranks.started == [0, 1]
+
+
+def test_no_rank_is_started_again_after_the_last_restart_a_stop_or_the_end() -> None:
+    assert Ranks(r0=[None], r1=[-9, -9, -9]).run(max_restarts=2) == {1: -9}
+    stopped = Ranks(r0=[0], r1=[-9])
+    stopped.stops.append(signal.SIGTERM)
+    assert stopped.run() == {1: -9}
+    finished = Ranks(r0=[0], r1=[-9])
+    for _ in range(2):
+        finished.store.finish(0)
+    assert finished.run() == {1: -9}
+
+
+def test_a_spare_process_is_prepared_once_the_ranks_have_met_and_after_every_restart() -> None:
+    prepared: list[int] = []
+    ranks = Ranks(r0=[0], r1=[-9, 0])
+    ranks.store.decide(0, Decision())
+    supervisor = Supervisor(
+        ranks.store,
+        2,
+        start=ranks.start,
+        max_restarts=3,
+        prepare=lambda: prepared.append(ranks.store.current()),
+    )
+    ranks.store.decide(1, Decision())
+    assert supervisor.run() == {}
+    assert prepared in ([0, 1], [1])
+
+
+PROGRAM = """
+import json, os, sys
+start = json.loads(sys.stdin.readline()) if __file__.endswith("spare.py") else None
+environment = os.environ | (start["environment"] if start else {})
+arguments = start["arguments"] if start else sys.argv[1:]
+with open(arguments[0] + environment["RANK"], "w") as file:
+    file.write(f"{bool(start)} {environment['LOCAL_WORLD_SIZE']} {environment['MASTER_PORT']}")
+"""
+
+
+def test_a_spare_process_takes_the_place_of_a_rank(tmp_path: Path) -> None:
+    package = tmp_path / "program"
+    package.mkdir()
+    for name in ("__init__", "__main__", "spare"):
+        (package / f"{name}.py").write_text("" if name == "__init__" else PROGRAM)
+    starter = RankStarter(
+        ["program", f"{tmp_path}/rank-"],
+        environment=os.environ | {"PYTHONPATH": str(tmp_path)},
+        address=("127.0.0.1", 1234),
+        num_ranks=2,
+    )
+    for rank, has_spare in enumerate((False, True)):
+        if has_spare:
+            starter.prepare()
+        process = starter.start(rank)
+        deadline = time.monotonic() + HANG_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.poll() == 0
+        assert (tmp_path / f"rank-{rank}").read_text() == f"{has_spare} 2 1234"
+    starter.close()
+
+
+def test_a_rank_has_the_variables_of_torchrun() -> None:
+    environment = rank_environment(1, 4, address=("127.0.0.1", 29))
+    assert json.dumps(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "4")
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nproc-per-node=2"], ""),
+        (["--nproc-per-node=2", "--max-restarts=3"], "with --max-restarts: torchrun's agent"),
+        (
+            ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:29500"],
+            "on several machines: torchrun's agent starts the ranks",
+        ),
+    ],
+)
+def test_what_only_the_agent_of_torchrun_can_start_is_said(
+    capfd: pytest.CaptureFixture, options: list[str], says: str
+) -> None:
+    args = read_options(options, ["program"])
+    assert needs_agent(args, options) is bool(says)
+    assert says in capfd.readouterr().err

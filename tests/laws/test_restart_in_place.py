@@ -1,0 +1,291 @@
+"""Law L3 for restarts in place: a run with a fault of one rank goes on in the processes of the other
+ranks, and ends as if nothing had happened, to the bit.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore
+
+from nanotrain.checkpoint import background
+from nanotrain.cli.launch import print_verdict
+from nanotrain.comm.generation_store import GenerationStore
+from nanotrain.comm.generations import PREFIX, SUPERVISED
+from nanotrain.launch.supervisor import LOCAL, Supervisor, open_local_store, rank_environment
+from nanotrain.system import OF_TORCHRUN
+from nanotrain.train import build
+from nanotrain.train import fit as trainer
+from nanotrain.train import main as entry
+from tests.harness import HANG_S, forkserver
+from tests.laws.command_line import (
+    ForkedRanks,
+    arguments,
+    assert_same_to_the_bit,
+)
+from tests.laws.more_layouts import with_mark
+
+FLAGS = "--train-iters 8 --save-interval 4 --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce"
+IN_PLACE = "--inprocess-restart"
+MAX_RESTARTS = 10
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What befalls a rank, each time that it is in a generation of `generations`."""
+
+    how: str  # kill, stop or raise
+    rank: int = 1
+    step: int = 6
+    where: str = "step"  # step, restore, or memory save
+    generations: Sequence[int] = (0,)
+
+    def strike(self) -> None:
+        """End or stop this process, or raise an error."""
+        if self.how == "raise":
+            raise ValueError("a bit of bad luck")
+        os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+
+
+def make_trouble(troubles: Sequence[Trouble], rank: int) -> None:
+    """Have troubles befall this rank."""
+    train_step = trainer.train_step_with_repeats
+    restore = build.restore
+    copy = background.StagingBuffers.copy
+    newest: dict[str, int] = {"generation": -1, "step": 0}
+
+    def meets(where: str) -> None:
+        for trouble in troubles:
+            is_there = (trouble.where, trouble.rank) == (where, rank)
+            is_time = where != "step" or newest["step"] == trouble.step
+            is_time = is_time and (where != "memory save" or newest["step"] >= trouble.step)
+            if is_there and is_time and newest["generation"] in trouble.generations:
+                trouble.strike()
+
+    def step(run: Any, batch: Any, **options: Any) -> Any:
+        newest.update(generation=run.context.generation.number, step=run.state.step + 1)
+        meets("step")
+        return train_step(run, batch, **options)
+
+    def restored(*args: Any, **options: Any) -> Any:
+        newest["generation"] = options["model"].context.generation.number
+        result = restore(*args, **options)
+        meets("restore")
+        return result
+
+    def copied(*args: Any, **options: Any) -> Any:
+        meets("memory save")
+        return copy(*args, **options)
+
+    trainer.train_step_with_repeats = step
+    build.restore = restored
+    background.StagingBuffers.copy = copied
+
+
+def _run_rank(
+    line: Sequence[str], environment: dict[str, str], output: Path, troubles: Sequence[Trouble]
+) -> None:
+    os.environ |= environment
+    with output.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    entry.WAIT_FOR_FIRST_RANK_S = HANG_S
+    make_trouble(troubles, int(environment["RANK"]))
+    try:
+        code = entry.main(line)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Forked:
+    """A rank that was forked from the server of the harness, as `subprocess.Popen`."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
+
+
+@dataclass
+class Job:
+    """The ranks of a run under the launcher that starts one of them again."""
+
+    run: Path
+    num_ranks: int = 2
+    is_supervised: bool = True  # False: torchrun's agent is the launcher
+    failed: dict[int, int] = field(default_factory=dict)  # exit codes
+    started: list[int] = field(default_factory=list)  # ranks, in the order of their starts
+
+    @property
+    def log(self) -> Path:
+        return self.run.with_suffix(".log")
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        path = self.run / "restarts.jsonl"
+        return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
+
+    def train(self, line: Sequence[str], *troubles: Trouble) -> "Job":
+        store = open_local_store(0)
+        address = (LOCAL, store.port)
+
+        def start(rank: int) -> Forked:
+            self.started.append(rank)
+            environment = rank_environment(rank, self.num_ranks, address=address)
+            del environment[OF_TORCHRUN]  # the server of the harness is the parent
+            if not self.is_supervised:
+                del environment[SUPERVISED]
+            process_args = (line, environment, self.log, troubles)
+            return Forked(forkserver().Process(target=_run_rank, args=process_args))
+
+        supervisor = Supervisor(
+            GenerationStore(PrefixStore(PREFIX, store)),
+            self.num_ranks,
+            start=start,
+            max_restarts=MAX_RESTARTS,
+        )
+        limit = threading.Timer(HANG_S, self._kill, args=[supervisor])
+        limit.start()
+        try:
+            self.failed = supervisor.run()
+        finally:
+            limit.cancel()
+        return self
+
+    @staticmethod
+    def _kill(supervisor: Supervisor) -> None:
+        for process in supervisor.processes.values():
+            process.send_signal(signal.SIGKILL)
+
+
+MEMORY = "--memory-checkpoint-interval 2 --memory-checkpoint-dir"
+KILLED, STOPPED, RAISED = Trouble("kill"), Trouble("stop"), Trouble("raise")
+TWO_BY_TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
+# ranks, flags, troubles, ranks that are started again, steps from which the run goes on
+CASES = {
+    "a rank is killed": (2, "", [KILLED], [1], [4]),
+    "killed again while it restores": (
+        2,
+        "",
+        [KILLED, Trouble("kill", rank=0, where="restore", generations=(1,))],
+        [1, 0],
+        [4],
+    ),
+}
+MORE_CASES = {
+    "the first rank is killed": (2, "", [Trouble("kill", rank=0)], [0], [4]),
+    "a rank raises an error": (2, "", [RAISED], [], [4]),
+    "a rank is stopped": (2, "--hang-timeout-s 2", [STOPPED], [1], [4]),
+    "one of four is killed": (4, TWO_BY_TWO, [Trouble("kill", rank=2)], [2], [4]),
+    "before the first save": (2, "", [Trouble("kill", step=2)], [1], [0]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs, which have one corpus."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Callable[[int, str], Path]:
+    """The folder of a run that nothing befell, on ranks that are processes too."""
+
+    @functools.cache
+    def reference(num_ranks: int, flags: str) -> Path:
+        run = folder / f"reference-{num_ranks}"
+        output = folder / f"output-{num_ranks}"
+        output.mkdir()
+        line = arguments(run, FLAGS, flags)
+        finished = ForkedRanks(line, folder=output, num_ranks=num_ranks).wait()
+        assert finished.exit_code == 0, finished.output
+        return run
+
+    return reference
+
+
+@pytest.mark.parametrize("case", [*CASES, *with_mark(MORE_CASES)])
+def test_a_run_with_a_fault_of_one_rank_ends_as_if_nothing_had_happened(
+    folder: Path, reference: Callable[[int, str], Path], case: str
+) -> None:
+    num_ranks, flags, troubles, started, steps = (CASES | MORE_CASES)[case]
+    job = Job(folder / case.replace(" ", "-"), num_ranks)
+    job.train(arguments(job.run, FLAGS, IN_PLACE, flags), *troubles)
+    assert not job.failed, job.output
+    assert job.started == [*range(num_ranks), *started], "only these were started again"
+    assert [row["step"] for row in job.restarts] == steps, job.output
+    assert_same_to_the_bit(job.run, reference(num_ranks, flags if num_ranks > 2 else ""))
+
+
+def test_a_rank_that_dies_in_a_save_to_memory_goes_on_from_the_save_before(
+    folder: Path, tmp_path: Path, reference: Callable[[int, str], Path]
+) -> None:
+    job = Job(folder / "memory")
+    line = arguments(job.run, FLAGS, IN_PLACE, f"{MEMORY} {tmp_path}")
+    job.train(line, Trouble("kill", where="memory save"))
+    assert not job.failed, job.output
+    assert job.started == [0, 1, 1]
+    assert [row["step"] for row in job.restarts] == [4]
+    assert "resuming from memory: step-00000004" in job.output, job.output
+    assert_same_to_the_bit(job.run, reference(2, ""))
+
+
+def test_an_error_that_comes_twice_in_one_step_ends_the_run_with_its_verdict(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    twice = Trouble("raise", generations=range(MAX_RESTARTS))
+    job = Job(folder / "twice")
+    job.train(arguments(job.run, FLAGS, IN_PLACE), twice)
+    assert (job.failed, job.started) == ({1: 1}, [0, 1]), job.output
+    assert [row["step"] for row in job.restarts] == [4]
+    print_verdict(job.run, job.failed, since_s=0.0)
+    assert "verdict: stop: rank 1: ValueError: a bit of bad luck" in capfd.readouterr().err
+
+
+@pytest.mark.more_layouts
+def test_a_rank_that_dies_again_and_again_without_a_new_step_ends_the_run(folder: Path) -> None:
+    always = Trouble("kill", generations=range(MAX_RESTARTS))
+    job = Job(folder / "always")
+    job.train(arguments(job.run, FLAGS, IN_PLACE), always)
+    assert job.started == [0, 1, 1, 1, 1] and job.failed[0] == 2, job.output
+    assert "no further restart in place: 3 faults without a new step: rank 1" in job.output
+
+
+@pytest.mark.more_layouts
+def test_an_error_in_a_job_of_torchrun_is_restarted_in_place(
+    folder: Path, reference: Callable[[int, str], Path]
+) -> None:
+    job = Job(folder / "torchrun", is_supervised=False)
+    job.train(arguments(job.run, FLAGS, IN_PLACE), RAISED)
+    assert not job.failed, job.output
+    assert "torchrun ends all ranks where one dies" in job.output
+    assert_same_to_the_bit(job.run, reference(2, ""))
