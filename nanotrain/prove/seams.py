@@ -22,6 +22,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.recorder import place
 from nanotrain.data.batch import Batch
 from nanotrain.kernels import grouped
+from nanotrain.model import norm
 from nanotrain.optim import rule
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.matrix_update import MatrixUpdate
@@ -83,6 +84,8 @@ class Seams:
             (grouped.LoopedMM, "is_looped", lambda original: lambda *_: False),
             (autograd, "_local_slice", self._slice),
             (Group, "once", self._once),
+            (norm, "reduce_from", self._count_copies),
+            (DistributedOptimizer, "step", self._optimizer_step),
             (Bucket, "start_reduce", self._start_reduce),
             (Reduction, "start_inside", self._start_inside),
             (BucketState, "grads_for_norm", self._grads_for_norm),
@@ -176,6 +179,31 @@ class Seams:
             differs = 0 if kind is ZERO else kind.differs
             self.recorder.types.set(out, Type(differs | self.axes.mask(group.ranks)))
             return out
+
+        return wrapper
+
+    def _count_copies(self, original: Any) -> Any:
+        """`norm.reduce_from`: squares of heads that several ranks hold are divided by them."""
+
+        def wrapper(squares: Tensor, group: Group) -> Tensor:
+            kind = self.recorder.types.of(squares)
+            differs = 0 if kind is ZERO else kind.differs
+            self.recorder.types.set(squares, Type(differs | self.axes.mask(group.ranks)))
+            total: Tensor = original(squares, group)
+            return total
+
+        return wrapper
+
+    def _optimizer_step(self, original: Any) -> Any:
+        """`DistributedOptimizer.step`: its sums are of the layers of a stage, others add zeros."""
+
+        def wrapper(optimizer: DistributedOptimizer, *args: Any, **options: Any) -> Any:
+            sums = options.get("sums")
+            kind = ZERO if sums is None else self.recorder.types.of(sums)
+            if kind is not ZERO:
+                stages = self.axes.masks["pp"]
+                self.recorder.types.set(sums, kind._replace(varying=kind.varying | stages))
+            return original(optimizer, *args, **options)
 
         return wrapper
 

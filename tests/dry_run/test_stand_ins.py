@@ -1,14 +1,18 @@
 """Stand-ins save what the kernels of a GPU save."""
 
+import importlib
+import sys
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.recorder import Recorder
 from nanotrain.config.load import load
-from nanotrain.dry_run.stand_ins import on_meta
+from nanotrain.dry_run.stand_ins import on_meta, without_compiler
 from nanotrain.plan.plan import plan_run
 
 
@@ -57,3 +61,19 @@ def test_every_expert_gets_equally_many_tokens() -> None:
     assert [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)] == [
         pairs // 4
     ] * 8
+
+
+def test_no_compiler_is_imported_to_leave_functions_out_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.delitem(vars(torch), "_dynamo", raising=False)
+    with without_compiler():
+        stand_in: Any = importlib.import_module("torch._dynamo")
+        assert stand_in.disable(rows_of) is rows_of
+    assert "torch._dynamo" not in sys.modules
+    assert "_dynamo" not in vars(torch)
+
+
+def rows_of() -> None:
+    """A function to leave out."""
