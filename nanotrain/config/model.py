@@ -115,6 +115,17 @@ class ModelConfig(ModelFields):
         return self.embedding_multiplier * scale
 
     @property
+    def width_multiplier(self) -> float:
+        """How many times wider the model is than that for which muP's settings were found.
+
+        >>> ModelConfig(hidden_size=256, use_mup=True, mup_base_hidden_size=64).width_multiplier
+        4.0
+        """
+        if not self.use_mup or self.mup_base_hidden_size is None:
+            return 1.0
+        return self.hidden_size / self.mup_base_hidden_size
+
+    @property
     def has_rope(self) -> bool:
         """Whether queries and keys are rotated, plainly or for longer contexts.
 

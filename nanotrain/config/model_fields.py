@@ -419,6 +419,22 @@ class ModelFields:
     """standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)
     """
 
+    use_mup: bool = option(False)
+    """maximal update parametrization (muP): learning rates, initial weights, attention scores and
+    logits follow the width, so that settings found at mup_base_hidden_size hold at any width
+    """
+
+    mup_base_hidden_size: int | None = option(None, check=at_least(1))
+    """use_mup: hidden_size of the model for which the settings were found; unset: hidden_size"""
+
+    mup_base_head_dim: float | None = option(None, check=above(0))
+    """use_mup: channels of a head of that model, whose scores are then scaled as without muP;
+    unset: 1
+    """
+
+    mup_attn_scale_power: float = option(1.0, check=above(0))
+    """use_mup: scores are scaled by sqrt(mup_base_head_dim) / (channels of a head) ^ this power"""
+
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     longrope: LongRopeConfig | None = section(
         LongRopeConfig, prefix="longrope_", switch="position_embedding_type", value="longrope"

@@ -160,7 +160,7 @@ class DistributedOptimizer:
 
         Args:
             lr: learning rate.
-            decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
+            decoupled_lr: learning rate of the embedding and the output layer; None: no own one.
             weight_decay: weight decay; None for the one of the configuration.
             sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """
@@ -182,7 +182,7 @@ class DistributedOptimizer:
             config=self._config,
             number=self._num_updates,
             lr=lr,
-            decoupled_lr=lr if decoupled_lr is None else decoupled_lr,
+            decoupled_lr=decoupled_lr,
             weight_decay=self._config.weight_decay if weight_decay is None else weight_decay,
             found_inf=found_inf,
         )

@@ -33,7 +33,7 @@ def update_adam(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
             beta2=config.adam_beta2,
             lr=group.lr,
             weight_decay=group.weight_decay,
-            eps=config.adam_eps,
+            eps=group.adam_eps,
             maximize=False,
             found_inf=step.found_inf,
         )

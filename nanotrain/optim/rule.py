@@ -35,6 +35,8 @@ class ParamRange:
     state: Mapping[str, Tensor]  # [n] fp32 state tensors by name
     weight_decay: bool  # whether weight decay applies
     is_decoupled: bool = False  # whether `--decoupled-lr` applies: embedding and output layer
+    # a matrix between layers, whose hyperparameters follow the width with muP
+    is_hidden: bool = False
     first_update: int = 0  # updates of the run before these elements were trained
 
 
@@ -45,7 +47,7 @@ class UpdateStep:
     config: OptimConfig
     number: Tensor  # fp32 scalar, number of the update from 1, for bias correction
     lr: float  # learning rate
-    decoupled_lr: float  # learning rate of the embedding and the output layer
+    decoupled_lr: float | None  # of the embedding and the output layer; None: as of other vectors
     weight_decay: float  # weight decay of the ranges to which it applies
     found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
 
@@ -59,8 +61,18 @@ class UpdateStep:
         return replace(self, number=self.number.cpu(), found_inf=self.found_inf.cpu())
 
     def lr_of(self, part: ParamRange) -> float:
-        """The learning rate of a range."""
-        return self.decoupled_lr if part.is_decoupled else self.lr
+        """The learning rate of a range (Yang et al. 2022, table 8, for a wider model)."""
+        if part.is_decoupled and self.decoupled_lr is not None:
+            return self.decoupled_lr
+        width = self.config.mup_width_mult
+        if self.config.optimizer == "sgd":
+            return self.lr if part.is_hidden else self.lr * width
+        return self.lr / width if part.is_hidden else self.lr
+
+    def adam_eps_of(self, part: ParamRange) -> float:
+        """Adam's epsilon of a range (Yang et al. 2022, appendix B.3)."""
+        eps = self.config.adam_eps
+        return eps / self.config.mup_width_mult if part.is_hidden else eps
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,7 @@ class ParamGroup:
     main_params: list[Tensor]  # main params of every range
     grads: list[Tensor]  # gradients of every range
     lr: float
+    adam_eps: float
     weight_decay: float
     first_update: int  # updates of the run before the ranges were trained
 
@@ -144,9 +157,9 @@ class ParamGroup:
 
 def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGroup]:
     """Group ranges by the number of their updates, weight decay and learning rate."""
-    chosen: dict[tuple[int, bool, bool], list[ParamRange]] = {}
+    chosen: dict[tuple[int, bool, bool, bool], list[ParamRange]] = {}
     for part in ranges:
-        key = (part.first_update, not part.weight_decay, part.is_decoupled)
+        key = (part.first_update, not part.weight_decay, part.is_decoupled, part.is_hidden)
         chosen.setdefault(key, []).append(part)
     groups = []
     for key in sorted(chosen):
@@ -157,6 +170,7 @@ def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGr
             main_params=[part.main_param for part in parts],
             grads=[part.grad for part in parts],
             lr=step.lr_of(parts[0]),
+            adam_eps=step.adam_eps_of(parts[0]),
             weight_decay=step.weight_decay if decays else 0.0,
             first_update=parts[0].first_update,
         )

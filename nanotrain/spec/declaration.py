@@ -114,13 +114,14 @@ class Declaration:
 
     def vocab_parallel(self) -> ParamSpec:
         """The word embedding or the head: one row per token of the padded vocabulary."""
-        weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
+        shape = self.shape
+        weight = self.weight(shape.padded_vocab_size, shape.hidden_size, std=shape.embedding_std)
         return replace(
             weight,
             shards=COLUMN_SHARDS,
             needs_whole_matrix=False,
             is_embedding_or_output=True,
-            is_shared=self.shape.num_mtp_layers > 0,
+            is_shared=shape.num_mtp_layers > 0,
         )
 
     def vocab_bias(self) -> ParamSpec:

@@ -26,7 +26,7 @@ def declare_inputs(declare: Declaration) -> Specs:
     shape = declare.shape
     width = shape.num_layers * shape.layer_input_size
     table = replace(
-        declare.weight(shape.padded_vocab_size, width),
+        declare.weight(shape.padded_vocab_size, width, std=shape.embedding_std),
         shards=COLUMN_SHARDS,
         needs_whole_matrix=False,
         is_embedding_or_output=True,

@@ -4,6 +4,7 @@ once.
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -76,7 +77,8 @@ class ModelShape:
     mhc_sinkhorn_iterations: int  # of their mixing matrices
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
-    init_std: float  # standard deviation of the initial weights
+    init_std: float  # standard deviation of the initial weights of matrices between layers
+    embedding_std: float  # of the embeddings and the head
     # earlier keys that a query attends to, in some layers; None for all
     window_size: int | None = None
     # positions of a chunk, to which they attend in place of a window
@@ -171,7 +173,8 @@ class ModelShape:
             has_sink=model_config.softmax_type == "learnable",
             has_output_gate=model_config.attention_output_gate,
             is_tied=not model_config.untie_embeddings_and_output_weights,
-            init_std=model_config.init_method_std,
+            init_std=model_config.init_method_std / math.sqrt(model_config.width_multiplier),
+            embedding_std=model_config.init_method_std,
             num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 

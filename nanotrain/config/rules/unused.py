@@ -45,6 +45,7 @@ UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
     unused_model.unused_mamba,
     unused_heads.unused_heads,
     unused_model.unused_query_norms,
+    unused_model.unused_mup,
     unused_model.unused_position_ids,
     unused_model.unused_residual,
     unused_model.unused_blocks,

@@ -254,6 +254,19 @@ def unused_query_norms(c: Settings) -> UnusedFields:
         )
 
 
+def unused_mup(c: Settings) -> UnusedFields:
+    """Sizes of a base model without muP."""
+    if not c.model.use_mup:
+        yield unused(
+            "mup_base_hidden_size",
+            "mup_base_head_dim",
+            "mup_attn_scale_power",
+            "mup_width_mult",
+            by="use_mup",
+            why="it belongs to use_mup",
+        )
+
+
 def unused_position_ids(c: Settings) -> UnusedFields:
     """Positions of documents, and biases of queries, keys and values."""
     if c.model.position_embedding_type == "none":

@@ -29,6 +29,7 @@ from tests.config.asking import config_of, validate
         {"num_experts": 4, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
         {"num_experts": 4, "moe_router_bias_update_rate": 0.1},
         {"kv_lora_rank": 5},
+        {"mup_base_hidden_size": 64},
         {"multi_latent_attention": True, "num_query_groups": 2},
     ],
 )
