@@ -119,7 +119,7 @@ def test_the_host_waits_for_the_device_before_updates_are_queued_on_it():
     )
     rule = SimpleNamespace(update=lambda ranges, step: calls.append("device"))
     optimizer = SimpleNamespace(
-        _host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _parts=[]
+        _host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _rounded=[]
     )
     step = SimpleNamespace(on_host=lambda: calls.append("wait") or "numbers on the host")
     DistributedOptimizer._run_rules(optimizer, step)  # type: ignore[arg-type]
