@@ -128,7 +128,7 @@ def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
     return {"make_vocab_size_divisible_by": size}
 
 
-def mup_factor(flag: str, config: Config, text: str) -> float:
+def mup_factor(config: Config, text: str, *, flag: str) -> float:
     """A factor of muP.
 
     Raises:
@@ -151,12 +151,12 @@ def mup_factor(flag: str, config: Config, text: str) -> float:
 
 def mup_embedding_mult(config: Config, text: str) -> dict[str, Any]:
     """The factor on the word embeddings."""
-    return {"embedding_multiplier": mup_factor("--mup-embedding-mult", config, text)}
+    return {"embedding_multiplier": mup_factor(config, text, flag="--mup-embedding-mult")}
 
 
 def mup_output_mult(config: Config, text: str) -> dict[str, Any]:
     """The divisor of the logits; 1 is muP's own, as in Megatron-LM."""
-    factor = mup_factor("--mup-output-mult", config, text)
+    factor = mup_factor(config, text, flag="--mup-output-mult")
     return {} if factor == 1 else {"logits_scaling": 1 / factor}
 
 
