@@ -1,6 +1,7 @@
 """Paths as users type them: `~` and $VARIABLES are replaced, and addresses are refused.
 
 expanded, local_path    the text of a path that a user typed, and the path
+require_utf8            refuse a text that no file can record
 require_path            refuse an address
 Address                 an address of object storage; path_or_address for settings that take either
 is_secret               whether the name of a variable of the environment is that of a secret
@@ -38,6 +39,26 @@ class Address(PosixPath):
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
+
+
+def require_utf8(text: str, what: str) -> str:
+    """Check that a text can be written to a file.
+
+    Python reads the bytes of an argument that are not UTF-8, as of a folder named in Latin-1, as
+    lone surrogates, which no YAML file and no tokenizer takes.
+
+    Raises:
+        ConfigError: it has such bytes; `what` names the text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{what} is {ascii(text)[:200]}",
+            why="some of its bytes are not UTF-8, so no file can record it",
+            fix="rename what it names in UTF-8; where the name is right, set LC_ALL=C.UTF-8",
+        ) from None
+    return text
 
 
 def require_path(text: str, *, why: str | None = None) -> None:

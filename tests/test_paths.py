@@ -2,6 +2,7 @@
 named.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,25 @@ def test_an_address_of_a_run_has_a_known_scheme_and_no_secrets(
 def test_a_folder_for_staging_without_object_storage_is_an_error() -> None:
     with pytest.raises(ConfigError, match="staging_dir.*nothing that it concerns is an address"):
         load_config(["--mock-data", "--staging-dir", "x"])
+
+
+LATIN_1 = os.fsdecode(b"caf\xe9")  # a folder named in Latin-1, as Python reads the argument
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"train +config=tiny --mock-data --run-dir {LATIN_1}",
+        f"config +config=tiny --mock-data --generate-prompt {LATIN_1}",
+        f"config +config=tiny --data-path 0.5 web 0.5 {LATIN_1}",
+        f"checkpoint export-hf RUN {LATIN_1}",
+    ],
+)
+def test_a_name_that_no_file_can_record_is_one_error(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    errors = capsys.readouterr().err
+    assert r"caf\udce9" in errors and "are not UTF-8" in errors and "LC_ALL" in errors
+    assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanotrain.errors import ConfigError
-from nanotrain.paths import expanded, local_path
+from nanotrain.paths import expanded, local_path, require_utf8
 from nanotrain.runs.files import disk_errors
 from nanotrain.storage.remote import MissingObject, Remote, is_address, parse
 
@@ -53,11 +53,11 @@ def written_path(text: str, *, suffix: str = "") -> Path:
         suffix: ending of the file that a prefix stands for.
 
     Raises:
-        ConfigError: there is something at the address.
+        ConfigError: there is something at the address, or the path is not UTF-8.
         StorageFault: it cannot be reached.
     """
     if not is_address(text):
-        return local_path(text)
+        return local_path(require_utf8(text, "the path to write"))
     remote = parse(text)
     if has_objects(remote, suffix=suffix):
         raise ConfigError(

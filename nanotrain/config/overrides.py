@@ -68,11 +68,22 @@ def read_override(line: CommandLine, argument: str) -> None:
                 why="a YAML file is chosen, not removed or added",
                 fix=f"write {choice_of(key)}=NAME",
             )
-        line.choices[key] = value  # the last one counts, as of a flag
+        choose_file(line, key, value)
     elif prefix == "~":
         line.settings.append(read_deletion(argument, key=key, value=value))
     else:
         line.settings.append(read_value(argument, prefix=prefix, key=key, value=value))
+
+
+def choose_file(line: CommandLine, key: str, value: str) -> None:
+    """Choose a YAML file of a group, or the recipe; the last one counts, as of a flag."""
+    before = line.choices.get(key, value)
+    if before != value:
+        line.overruled.append(
+            f"{choice_of(key)}={value} replaces {choice_of(key)}={before}: one file of a group is "
+            "read, which may name another in its defaults"
+        )
+    line.choices[key] = value
 
 
 def read_search_path(value: str) -> list[str]:

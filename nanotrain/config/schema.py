@@ -27,6 +27,7 @@ from nanotrain.config.suggest import (
     did_you_mean,
 )
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.paths import require_utf8
 from nanotrain.quantities import suffixed_number
 from nanotrain.untrusted import LARGEST
 
@@ -421,7 +422,7 @@ def convert_str(entry: Entry, value: Any) -> str:
     """Text; a number in YAML becomes its text."""
     if isinstance(value, Mapping | list | tuple):
         raise wrong_type(entry, value)
-    return value if isinstance(value, str) else str(value)
+    return require_utf8(value, entry.key) if isinstance(value, str) else str(value)
 
 
 def convert_choice(entry: Entry, value: Any) -> str:

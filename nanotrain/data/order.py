@@ -289,7 +289,10 @@ class DataOrder:
         """
         file = folder / ORDER_NAME
         if not file.is_file():
-            why = "it does not exist: the folder is no run's, or of an older version"
+            why = (
+                "it does not exist: the folder is no run's or of an older version, or the run "
+                "reads no corpus (--mock-data)"
+            )
         else:
             why = "it has no rows"
         starts = []

@@ -68,6 +68,14 @@ def test_yaml_is_chosen_with_and_without_a_plus():
     assert parse(["model=llama7b", "config=x"]).choices == {"model": "llama7b", "config": "x"}
 
 
+def test_a_second_recipe_replaces_the_first_and_the_log_says_so():
+    line = parse(["+config=tiny", "--lr", "1", "config=x"])
+    assert line.choices == {"config": "x"}
+    (note,) = line.overruled
+    assert note.startswith("+config=x replaces +config=tiny: one file of a group is read")
+    assert not parse(["+config=tiny", "model=llama7b", "+config=tiny"]).overruled
+
+
 def test_folders_of_yaml_add_up():
     line = parse(["--config-dir", "a", "hydra.searchpath=[file:///b,'/c']", "--config-dir=d"])
     assert line.search_path == ["a", "file:///b", "/c", "d"]

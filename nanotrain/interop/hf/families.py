@@ -42,7 +42,7 @@ from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import MODELS, TABLES, read_tables
-from nanotrain.interop.hf.weights import has_mtp_weights, has_other_head
+from nanotrain.interop.hf.weights import has_mtp_weights, has_other_head, refuse_adapter
 from nanotrain.log import log_once
 from nanotrain.untrusted import (
     object_of,
@@ -301,7 +301,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder; of a model that also sees images, its text model's.
 
     Raises:
-        HuggingFaceError: no such folder, no config.json, or not a JSON object.
+        HuggingFaceError: no such folder, an adapter, no config.json, or not a JSON object.
     """
     raw = read_full_config(folder)
     add_folder_family(folder)
@@ -318,6 +318,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_full_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder as it is; see `read_config`."""
     path = folder / "config.json"
+    refuse_adapter(folder)
     try:
         content = read_file(own_file(path), most=MAX_CONFIG_BYTES)
         return object_of(parse_json(content, allow_nan=True), "it")

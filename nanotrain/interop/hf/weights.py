@@ -220,6 +220,27 @@ def _reject_second(name: str, path: Path) -> NoReturn:
     )
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter of PEFT, which transformers adds to the weights.
+
+    It does so if PEFT is installed, also where the folder has all weights of the model.
+
+    Raises:
+        HuggingFaceError: there is an adapter.
+    """
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        return
+    raise HuggingFaceError(
+        f"{adapter} is there: the model of {folder} has an adapter (LoRA)",
+        why="transformers adds it to the weights, and nanotrain reads no adapters",
+        fix=(
+            "merge it: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
+            ".save_pretrained(OUT); if the weights are merged already, remove adapter_config.json"
+        ),
+    )
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files with the weights of a folder, by the rule of transformers.
 

@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import nanotrain
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf import weights
+from nanotrain.interop.hf.families import read_config
 from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
 from nanotrain.interop.hf.weights import BlockSize, WeightFiles, has_other_head
 from nanotrain.spec.boxes import Box
@@ -199,3 +200,13 @@ def test_a_head_differs_from_the_embedding_if_any_of_its_rows_does(
     names = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
     differs = weights.has_other_head(tmp_path, prefix="model.", **names)
     assert differs is (other is not None)
+
+
+def test_a_folder_with_an_adapter_is_refused_with_how_to_merge_it(tmp_path: Path) -> None:
+    """Also beside all weights of a model, to which transformers adds it."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for content in (None, '{"model_type": "llama"}'):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(HuggingFaceError, match="has an adapter.*merge_and_unload"):
+            read_config(tmp_path)
