@@ -68,14 +68,14 @@ def read_override(line: CommandLine, argument: str) -> None:
                 why="a YAML file is chosen, not removed or added",
                 fix=f"write {choice_of(key)}=NAME",
             )
-        choose_file(line, key, value)
+        choose_file(line, key, value=value)
     elif prefix == "~":
         line.settings.append(read_deletion(argument, key=key, value=value))
     else:
         line.settings.append(read_value(argument, prefix=prefix, key=key, value=value))
 
 
-def choose_file(line: CommandLine, key: str, value: str) -> None:
+def choose_file(line: CommandLine, key: str, *, value: str) -> None:
     """Choose a YAML file of a group, or the recipe; the last one counts, as of a flag."""
     before = line.choices.get(key, value)
     if before != value:
