@@ -37,7 +37,8 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.optim.state import Replica, host_fraction, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.parallel.dp.layout import clip_ranges
-from nanotrain.plan.plan import BufferPlan, Plan, plan_run
+from nanotrain.plan.buffers import BufferPlan
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES, Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model

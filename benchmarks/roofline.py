@@ -60,7 +60,8 @@ from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.plan.buffers import with_fp8_products
-from nanotrain.plan.plan import Plan, StagePlan, plan_run
+from nanotrain.plan.model_plan import StagePlan
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.plan.traffic import sent_bytes
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.precision.fp8 import FP8_RECIPES, GROUPED_CAPABILITY, RECIPES

@@ -3,21 +3,29 @@
 BufferPlan           one buffer
 plan_buffers         the buffers of a stage
 with_fp8_products    the weights of fp8 products
+matrix_grids         the hidden matrices in them that a rule updates, and the ranks that share them
+per_matrix_bytes     bytes of the state of these matrices
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, OptimConfig
 from nanotrain.kernels.fp8.layer import layers_in_bf16
+from nanotrain.optim.matrices import OwnedMatrix
+from nanotrain.optim.matrix_routes import GridGroups, grid_groups, plan_matrices
+from nanotrain.optim.rule import MatrixRule
+from nanotrain.optim.whole_matrix_state import whole_matrix_bytes
 from nanotrain.parallel.dp.layout import BufferLayout, plan_layout
 from nanotrain.parallel.dp.options import layout_rules
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.spec.params import LocalParam
 from nanotrain.topology.groups import GroupName, GroupSpec
+
+MatrixGrid = tuple[GridGroups, tuple[OwnedMatrix, ...]]
 
 
 class BufferKind(NamedTuple):
@@ -97,3 +105,43 @@ def with_fp8_products(params: Sequence[LocalParam], config: Config) -> list[Loca
         return []
     in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(fp8, config.model.num_layers)}
     return [param for param in params if param.spec.in_fp8 and param.spec.unit not in in_bf16]
+
+
+def matrix_grids(
+    buffers: Sequence[BufferPlan],
+    rule: MatrixRule | None,
+    *,
+    config: OptimConfig,
+    groups: Mapping[GroupName, GroupSpec],
+) -> Iterator[MatrixGrid]:
+    """The grids of ranks of dense and of expert matrices, and the matrices of each.
+
+    Args:
+        buffers: trained buffers of the rank.
+        rule: rule for matrices; None: there are no grids.
+        config: options of the rule.
+        groups: groups of the rank.
+    """
+    if rule is None:
+        return
+    for name in dict.fromkeys(buffer.shard.name for buffer in buffers):
+        chosen = [buffer for buffer in buffers if buffer.shard.name == name]
+        grid = grid_groups(
+            chosen[0].shard,
+            chosen[0].replicate,
+            groups=groups,
+            config=config,
+            shards_across=chosen[0].layout.num_outer_shards > 1,
+        )
+        layouts = [buffer.layout for buffer in chosen]
+        yield grid, plan_matrices(layouts, rule, config=config, groups=grid)
+
+
+def per_matrix_bytes(grids: Iterable[MatrixGrid], rule: MatrixRule | None) -> int:
+    """Bytes of state per matrix on the rank."""
+    if rule is None or rule.state is None:
+        return 0
+    total = 0
+    for groups, owned in grids:
+        total += whole_matrix_bytes(owned, rule.state, rank=groups.rank)
+    return total

@@ -13,7 +13,8 @@ from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.plan.plan import Plan, StagePlan
+from nanotrain.plan.model_plan import StagePlan
+from nanotrain.plan.plan import Plan
 
 
 def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> list[int]:

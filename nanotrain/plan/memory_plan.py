@@ -1,48 +1,46 @@
-"""Memory of a run before it starts, and the error with settings that fit (docs/memory.md).
+"""Memory of a rank at the peak of a step, before a run starts (docs/memory.md).
 
     plan_memory      MemoryPlan of one rank
     worst_memory     MemoryPlan of the pipeline rank that needs the most
-    require_memory   the same, or an error if it cannot fit
+    memory_of        the same as `plan_memory`, for a topology and a shape that are there
     peak_of_step     the moment of a schedule with the most activations and temporaries
+    plan_graphs      bytes of the CUDA graphs of a rank, and of what its stages keep besides
+    slots_of         microbatches of each stage between forward and backward, at most
+
+The graphs of a part keep their inputs, outputs and saved tensors between steps, and their
+temporaries in a pool of their own, beside those of operators outside of graphs. What their forwards
+save stays allocated for every microbatch in flight.
 
 Parameters, gradients and optimizer state are exact, the rest is estimated. Pure: nothing is
-allocated.
+allocated. The error of a run that does not fit is in fitting.py.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, product
-from math import prod
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
 from nanotrain.config.config import Config
-from nanotrain.config.parallel import ShardingStrategy
-from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schedules import num_microbatches as count_microbatches
-from nanotrain.config.schedules import with_batch_size
-from nanotrain.config.schema import with_values
-from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.compile import with_compile
-from nanotrain.plan.graph_memory import plan_graphs, returned_by_graphs
-from nanotrain.plan.host_memory import describe_host_memory, memory_checkpoint_bytes
-from nanotrain.plan.plan import Plan, plan_run
+from nanotrain.plan.model_plan import ModelPlan, plan_model
+from nanotrain.plan.plan import check_names
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes, held_by_routers
+from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.layer_sizes import INT64
-from nanotrain.spec.operators import POINTWISE
+from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import UNCONNECTED
+from nanotrain.topology.replays import require_replicas
 from nanotrain.topology.topology import Topology
 
-# A run is refused only if the exact part and this share of the activations exceed the memory: the
-# estimate is within 10 %, and a compiled block may save only half.
-CERTAIN_SHARE = 0.8
-CERTAIN_SHARE_COMPILED = 0.4
 # cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which
 # torch allocates on compute capability 9.0 for the thread of the forward and for the thread of the
 # backward, and the rest of blocks that its allocator does not split (0 to 15 MB over the
@@ -56,9 +54,12 @@ NCCL_BYTES = 256 * 2**20
 # Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that
 # SimuMax measured.
 FRAGMENTS = 0.03
+# gradients that parts of layers with experts share: of the input and the output of the shared
+# expert, and of the input of the router
+EXPERT_BUFFERS = 3
+LINK_BUFFERS = 1  # the gradient between parts
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 OPTIONAL_ROWS = ("communication", "overhead")  # rows that are left out where they are empty
-SEARCH_S = 4.0  # CPU time after which the search for settings that fit ends
 built_schedule = lru_cache(maxsize=64)(build_schedule)  # layouts that differ elsewhere share one
 
 
@@ -144,30 +145,62 @@ def plan_memory(
         device: "cpu" or "cuda".
         schedule: `train_schedule` of these arguments, where it was built before.
     """
-    parallel = config.parallel
-    dp_size = parallel.data_parallel_size(world_size)
-    pp_size = parallel.pipeline_model_parallel_size
-    num_microbatches = count_microbatches(config.train, dp_size)
-    # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages,
-    # buffers and groups. Schedules of the batch size change only the number of microbatches.
-    few = with_batch_size(config, config.train.micro_batch_size * dp_size * pp_size)
-    topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
-    rank = topology.group_specs(0)["pp"].ranks[pp_rank]
-    plan = plan_run(few, world_size, rank=rank)
+    topology, shape = _open(config, world_size)
+    return memory_of(
+        config, topology, shape=shape, pp_rank=pp_rank, device=device, schedule=schedule
+    )
+
+
+def _open(config: Config, world_size: int) -> tuple[Topology, ModelShape]:
+    """The ranks and the model that all ranks of a run share.
+
+    Raises:
+        ConfigError: an unknown name, or replays without replicas.
+        TopologyError: a layout that does not fit the ranks.
+    """
+    check_names(config)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
+    require_replicas(topology, replay_interval=config.train.replay_interval)
+    return topology, ModelShape.of(config.model)
+
+
+def memory_of(
+    config: Config,
+    topology: Topology,
+    *,
+    shape: ModelShape,
+    pp_rank: int,
+    device: str,
+    schedule: Schedule | None = None,
+) -> MemoryPlan:
+    """`plan_memory` of a run whose names were checked.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        topology: ranks of the run.
+        shape: sizes of its model.
+        pp_rank: pipeline coordinate.
+        device: "cpu" or "cuda".
+        schedule: `train_schedule`, where it was built before.
+    """
+    num_microbatches = count_microbatches(config.train, topology.dense.size("dp"))
+    rank = topology.members(0, "pp")[pp_rank]
+    plan = plan_model(config, topology, shape=shape, rank=rank)
     kept = SavedBytes(plan, device)
     resident = plan.resident_bytes
-    peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
+    peak = peak_of(plan, kept, schedule=schedule or _schedule(config, num_microbatches))
 
     token_bytes = 3 * INT64 * kept.sizes.tokens * num_microbatches
     working = PROCESS_BYTES[device] + peak.working + token_bytes
     if device == "cpu" and config.checkpoint.async_save:
         # the largest copy of an asynchronous save: main params and optimizer state, in host memory
         working += resident.params + resident.optimizer
-    host = memory_checkpoint_bytes(config, world_size, state=resident.params + resident.optimizer)
+    saved = resident.params + resident.optimizer
+    host = memory_checkpoint_bytes(config, topology.world_size, state=saved)
     if device == "cpu":
         working += host
     communication = resident.grad_buckets + resident.units + returned_by_graphs(plan, device)
-    if pp_size > 1:
+    if topology.dense.size("pp") > 1:
         hidden_states = kept.sizes.outside * kept.sizes.itemsize
         communication += 2 * MAX_SENDS * hidden_states * max(plan.message_widths)
     runtime = 0
@@ -192,7 +225,7 @@ def plan_memory(
     )
 
 
-def _fp8_weight_bytes(plan: Plan) -> int:
+def _fp8_weight_bytes(plan: ModelPlan) -> int:
     """Bytes of the fp8 copies of weights, one plain and one transposed, 1 byte per element."""
     numel = 0
     for stage in plan.stages:
@@ -213,7 +246,7 @@ def runtime_bytes(num_communicators: int) -> int:
     return CONTEXT_BYTES + num_communicators * NCCL_BYTES
 
 
-def _num_communicators(plan: Plan) -> int:
+def _num_communicators(plan: ModelPlan) -> int:
     """Distinct sets of several ranks over which a rank communicates."""
     sets = set()
     for name, spec in plan.groups.items():
@@ -224,58 +257,27 @@ def _num_communicators(plan: Plan) -> int:
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most; arguments as for `plan_memory`."""
+    topology, shape = _open(config, world_size)
     schedule = train_schedule(config, world_size)
-    plans = (
-        plan_memory(config, world_size, pp_rank=pp_rank, device=device, schedule=schedule)
-        for pp_rank in range(config.parallel.pipeline_model_parallel_size)
-    )
+    plans = []
+    for pp_rank in range(topology.dense.size("pp")):
+        plan = memory_of(
+            config, topology, shape=shape, pp_rank=pp_rank, device=device, schedule=schedule
+        )
+        plans.append(plan)
     return max(plans, key=lambda plan: plan.total)
 
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
     dp_size = config.parallel.data_parallel_size(world_size)
-    shape = PipelineShape.of(config.parallel, count_microbatches(config.train, dp_size))
-    return built_schedule(config.parallel.pipeline_schedule, shape)
+    return _schedule(config, count_microbatches(config.train, dp_size))
 
 
-def require_memory(
-    config: Config, world_size: int, *, device: str, available: int | None
-) -> MemoryPlan:
-    """Plan the memory of the rank that needs the most, and check that it fits.
-
-    Args:
-        config: a validated configuration with the vocabulary size set.
-        world_size: ranks of the run.
-        device: "cpu" or "cuda".
-        available: bytes per rank; None if unknown.
-
-    Raises:
-        ConfigError: it cannot fit.
-    """
-    worst = worst_memory(config, world_size, device=device)
-    if available is None or worst.certain(_certain_share(config, device)) <= available:
-        return worst
-    fitting = _find_fitting(
-        config, world_size, pp_rank=worst.pp_rank, device=device, available=available
-    )
-    fix = "choose a smaller model or --seq-length"
-    if fitting:
-        fix = f"with the same memory per rank it fits with {', or '.join(fitting)}"
-    needed = describe_bytes(worst.reserved)
-    raise ConfigError(
-        f"a rank needs {needed} of memory and has {describe_bytes(available)}",
-        why=", ".join(f"{name} {text}" for name, text in worst.rows().items()),
-        fix=fix,
-    )
-
-
-def _certain_share(config: Config, device: str) -> float:
-    """The share of the activations that a run needs with certainty."""
-    if config.train.train_iters <= 0:  # everything is built, nothing is computed
-        return 0.0
-    is_compiled = with_compile(config, device).train.torch_compile
-    return CERTAIN_SHARE_COMPILED if is_compiled else CERTAIN_SHARE
+def _schedule(config: Config, num_microbatches: int) -> Schedule:
+    """The pipeline schedule of a step of some microbatches."""
+    pipeline = PipelineShape.of(config.parallel, num_microbatches)
+    return built_schedule(config.parallel.pipeline_schedule, pipeline)
 
 
 class Peak(NamedTuple):
@@ -291,7 +293,7 @@ class Peak(NamedTuple):
         return self.activations + self.working
 
 
-def peak_of(plan: Plan, kept: SavedBytes, *, schedule: Schedule) -> Peak:
+def peak_of(plan: ModelPlan, kept: SavedBytes, *, schedule: Schedule) -> Peak:
     """The peak of a training step, or of a validation."""
     actions = list(schedule.freeing_first(plan.groups["pp"].index))
     graphs = plan_graphs(plan, kept, actions=actions)
@@ -339,142 +341,142 @@ def _kept_change(kind: ActionKind, stage: StageBytes) -> int:
     return changes[kind]
 
 
-class _Change(NamedTuple):
-    """A change of a run."""
-
-    text: str  # the setting as a user writes it
-    values: Mapping[str, Any]  # settings by key
-    rank_factor: int = 1  # factor of the number of ranks
-
-
-class _Changes(NamedTuple):
-    """Changes of a run by kind, the smallest first."""
-
-    strategies: list[_Change]
-    recomputation: list[_Change]
-    micro_batch: list[_Change]
-    tensor_parallel: list[_Change]
-    ranks: list[_Change]
-
-
-def _changes(config: Config, world_size: int) -> _Changes:
-    """Changes that need less memory per rank."""
-    doubled = [2**power for power in range(1, 9)]
-    micro_batch = []
-    for factor in doubled:
-        if config.train.micro_batch_size % factor == 0:
-            size = config.train.micro_batch_size // factor
-            change = _Change(f"--micro-batch-size {size}", {"train.micro_batch_size": size})
-            micro_batch.append(change)
-    tensor_parallel = []
-    for size in doubled[:4]:
-        if size > config.parallel.tensor_model_parallel_size:
-            values = {
-                "parallel.tensor_model_parallel_size": size,
-                "parallel.sequence_parallel": True,
-            }
-            text = f"--tensor-model-parallel-size {size} --sequence-parallel"
-            tensor_parallel.append(_Change(text, values))
-    return _Changes(
-        strategies=_stronger_strategies(config),
-        recomputation=_more_recomputation(config),
-        micro_batch=micro_batch,
-        tensor_parallel=tensor_parallel,
-        ranks=[_Change(f"{factor * world_size} ranks", {}, factor) for factor in doubled],
-    )
-
-
-def _stronger_strategies(config: Config) -> list[_Change]:
-    """Sharding strategies that shard more."""
-    strategies = get_args(ShardingStrategy)
-    now = strategies.index(config.parallel.data_parallel_sharding_strategy)
-    changes = []
-    for strategy in strategies[now + 1 :]:
-        values = {"parallel.data_parallel_sharding_strategy": strategy}
-        changes.append(_Change(f"--data-parallel-sharding-strategy {strategy}", values))
-    return changes
-
-
-def _more_recomputation(config: Config) -> list[_Change]:
-    """Recomputation of more than now, by rising time."""
-    now = config.memory.recompute_granularity
-    changes = []
-    if now is None:
-        changes.append(_recomputation("selective"))
-        changes.append(_recomputation("selective", module=POINTWISE))
-    if now != "full":
-        changes.append(_recomputation("full"))
-    return changes
-
-
-def _recomputation(granularity: str, *, module: str = "") -> _Change:
-    """A granularity of recomputation, with one of its modules or the default."""
-    text = f"--recompute-granularity {granularity}"
-    if module:
-        text += f" --recompute-modules {module}"
-    modules = [module] if module else []
-    values = {"memory.recompute_granularity": granularity, "memory.recompute_modules": modules}
-    return _Change(text, values)
-
-
-def _find_fitting(
-    config: Config, world_size: int, *, pp_rank: int, device: str, available: int
-) -> list[str]:
-    """The smallest change of each kind that fits; if none fits, several on the fewest ranks."""
-    search = _FittingSearch(
-        config,
-        world_size,
-        pp_rank=pp_rank,
-        device=device,
-        available=available,
-        end_s=time.thread_time() + SEARCH_S,
-    )
-    changes = _changes(config, world_size)
-    fitting: list[str] = []
-    for kind in changes:
-        fitting += search.first_that_fits([change] for change in kind)
-    return fitting or search.first_that_fits(_several_changes(changes))
-
-
 @dataclass(frozen=True)
-class _FittingSearch:
-    """A search for changes with which a run fits."""
+class GraphBytes:
+    """Bytes of the graphs of a rank."""
 
-    config: Config
-    world_size: int
-    pp_rank: int  # pipeline rank that needs the most
-    device: str
-    available: int  # bytes per rank
-    end_s: float  # CPU time of the thread at which it ends
+    stages: Mapping[int, StageBytes]  # bytes of the stages that are not in graphs, by index
+    saved: int = 0  # saved tensors of all slots
+    buffers: int = 0  # inputs and outputs at the ends of stages, and gradients
+    temporaries: int = 0  # of the largest graph
 
-    def first_that_fits(self, candidates: Iterable[Sequence[_Change]]) -> list[str]:
-        """The description of the first candidate that fits, or nothing."""
-        for changes in candidates:
-            if time.thread_time() > self.end_s:
-                return []
-            needed = self.needed_bytes(changes)
-            if needed is not None and needed <= self.available:
-                texts = ", ".join(change.text for change in changes)
-                return [f"{texts} ({describe_bytes(needed)})"]
+    @property
+    def working(self) -> int:
+        """Bytes besides saved tensors."""
+        return self.buffers + self.temporaries
+
+
+def plan_graphs(plan: ModelPlan, kept: SavedBytes, *, actions: Sequence[Action]) -> GraphBytes:
+    """The bytes of the graphs of a rank; all tensors that blocks save count as those of graphs.
+
+    Args:
+        plan: plan of the rank.
+        kept: bytes that its stages save.
+        actions: actions of the rank in a step.
+    """
+    specs = {stage.spec.index: stage.spec for stage in plan.stages}
+    stages = {index: kept.stage(spec) for index, spec in specs.items()}
+    if plan.config.train.cuda_graph_impl == "none":
+        return GraphBytes(stages)
+    slots = slots_of(actions)
+    saved = 0
+    buffers = _returned_bytes(plan)
+    temporaries = 0
+    outside = {}
+    for index, stage in stages.items():
+        spec = specs[index]
+        blocks = kept.blocks(spec.layers)
+        saved += slots[index] * blocks.kept
+        buffers += _hidden_states(plan, kept, spec=spec, num_slots=slots[index])
+        temporaries = max(temporaries, blocks.recomputed + kept.block_working())
+        # what the previous stage has sent, beside its static copy
+        message = 0 if spec.has_embedding else kept.sizes.outside * kept.sizes.width
+        outside[index] = replace(
+            stage,
+            kept=stage.kept - blocks.kept + message,
+            complete=stage.complete - blocks.kept + message,
+            recomputed=0,
+            working=0,
+        )
+    return GraphBytes(outside, saved, buffers, temporaries)
+
+
+def slots_of(actions: Iterable[Action]) -> Counter[int]:
+    """The most microbatches between forward and backward, by stage."""
+    in_flight: Counter[int] = Counter()
+    slots: Counter[int] = Counter()
+    for action in actions:
+        if action.kind is ActionKind.forward:
+            in_flight[action.stage] += 1
+        elif action.kind.has_dgrad:
+            in_flight[action.stage] -= 1
+        slots[action.stage] = max(slots[action.stage], in_flight[action.stage])
+    return slots
+
+
+def _hidden_states(plan: ModelPlan, kept: SavedBytes, *, spec: StageSpec, num_slots: int) -> int:
+    """Bytes of the static inputs, outputs and gradients of the parts of a stage."""
+    num_experts = sum(plan.shape.has_experts(layer) for layer in spec.layers)
+    # the output of the last layer, and the inputs of routers and shared experts
+    per_slot = 1 + num_experts
+    shared = LINK_BUFFERS
+    if num_experts:
+        shared += EXPERT_BUFFERS
+    return (shared + num_slots * per_slot) * kept.sizes.outside * kept.sizes.width
+
+
+def _returned_bytes(plan: ModelPlan) -> int:
+    """Gradients of the largest layer, which graphs return where gradient buffers are borrowed.
+
+    Twice, as hooks take a copy.
+    """
+    fusion = plan.config.parallel.gradient_accumulation_fusion
+    if fusion is not False and not plan.data_parallel.strategy.shard_grads:
+        return 0
+    numel: Counter[str] = Counter()
+    for buffer in plan.buffers:
+        for param in buffer.layout.params:
+            if param.spec.unit.startswith("layers.") and not param.spec.is_expert:
+                numel[param.spec.unit] += param.box.numel
+    itemsize = Precision.of(plan.config.precision).params.itemsize
+    return 2 * max(numel.values(), default=0) * itemsize
+
+
+def returned_by_graphs(plan: ModelPlan, device: str) -> int:
+    """Bytes of gradients that the graph of the largest compiled block returns.
+
+    Hooks take them after the whole backward of the graph.
+    """
+    if not with_compile(plan.config, device).train.torch_compile:
+        return 0
+    options = plan.data_parallel
+    itemsize = Precision.of(plan.config.precision).params.itemsize
+    num_bytes = 0
+    for buffer in plan.trained_buffers:
+        traced = traced_units(
+            buffer.layout,
+            is_transient=options.strategy.shard_grads,
+            num_blocks=options.num_gather_blocks,
+        )
+        returned: Counter[str] = Counter()
+        for param in buffer.layout.params:
+            unit = param.spec.unit
+            is_layer = unit.startswith("layers.")
+            if is_layer and not param.spec.is_expert and unit not in traced:
+                returned[unit] += param.box.numel
+        num_bytes += max(returned.values(), default=0) * itemsize
+    return num_bytes
+
+
+def memory_checkpoint_bytes(config: Config, world_size: int, *, state: int) -> int:
+    """Bytes in the memory of the host of a rank for memory checkpoints, at most.
+
+    The copy from which a save is written, and two checkpoints: the last one and the one that is
+    being written, each with the shard of a rank of another host.
+
+    Args:
+        config: configuration of the run.
+        world_size: ranks of the run; one rank has no partner.
+        state: bytes that the rank saves.
+    """
+    if not config.checkpoint.memory_checkpoint_interval:
+        return 0
+    num_copies = 2 if world_size > 1 else 1
+    return state + 2 * num_copies * state
+
+
+def describe_host_memory(nbytes: int) -> list[str]:
+    """A line below the table of planned memory; none for no bytes."""
+    if not nbytes:
         return []
-
-    def needed_bytes(self, changes: Sequence[_Change]) -> int | None:
-        """Bytes of a rank with some changes; None if they cannot be combined."""
-        values = dict(chain.from_iterable(change.values.items() for change in changes))
-        changed = with_values(self.config, values)
-        num_ranks = self.world_size * prod(change.rank_factor for change in changes)
-        try:
-            check_layout(changed)
-            plan = plan_memory(changed, num_ranks, pp_rank=self.pp_rank, device=self.device)
-        except NanotrainError:
-            return None
-        return plan.reserved
-
-
-def _several_changes(changes: _Changes) -> Iterator[list[_Change]]:
-    """Combinations of changes: ranks, tensor parallelism, the strongest strategy, recomputation."""
-    tensor_parallel = [None, *changes.tensor_parallel]
-    strategies = [None, *changes.strategies[-1:]]
-    recomputation = [None, *changes.recomputation[-1:]]
-    for several in product(changes.ranks, tensor_parallel, strategies, recomputation):
-        yield [change for change in several if change is not None]
+    return [f"  {'host memory':<14}{describe_bytes(nbytes):>12}  at most, per rank"]

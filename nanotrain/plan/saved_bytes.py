@@ -7,20 +7,23 @@ tensor that several operations save counts once; parameters do not count.
 less, but during a backward the recomputed part is in memory too.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.comm.device import planned_cudnn
+from nanotrain.config.config import Config
 from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.loss import chunk_tokens
-from nanotrain.plan.fp8_casts import cast_recipe
-from nanotrain.plan.plan import Plan
+from nanotrain.plan.compile import defers_wgrad
+from nanotrain.plan.model_plan import ModelPlan
 from nanotrain.precision.dtypes import Precision
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.kinds.block import (
     block_operators,
@@ -64,7 +67,7 @@ def saved_bytes(operators: Iterable[Operator], modules: Collection[str] = ()) ->
     return sum(operator.saved_bytes(modules) for operator in operators)
 
 
-def layer_sizes(plan: Plan, device: str) -> LayerSizes:
+def layer_sizes(plan: ModelPlan, device: str) -> LayerSizes:
     """The sizes of the rank of a plan.
 
     Args:
@@ -94,7 +97,23 @@ def layer_sizes(plan: Plan, device: str) -> LayerSizes:
     )
 
 
-def _expert_rows(plan: Plan, sizes: LayerSizes) -> int:
+def cast_recipe(config: Config, sizes: Mapping[Any, int]) -> str:
+    """The recipe of casts that compute norms and SwiGLU on GPUs (kernels/fp8/norm.py); empty
+    where none do.
+
+    Args:
+        config: a validated configuration.
+        sizes: ranks of tp and cp.
+    """
+    fp8 = config.precision.fp8
+    if fp8 is None or not fp8.wgrad or sizes["tp"] > 1 or defers_wgrad(config.parallel):
+        return ""
+    recipe = RECIPES[fp8.recipe]
+    shares_scales = recipe.is_per_tensor and sizes["cp"] > 1
+    return "" if recipe.is_two_level or shares_scales else fp8.recipe
+
+
+def _expert_rows(plan: ModelPlan, sizes: LayerSizes) -> int:
     """Rows that a rank sends to experts, those on itself included."""
     moe = plan.shape.moe
     if moe is None:
@@ -105,19 +124,19 @@ def _expert_rows(plan: Plan, sizes: LayerSizes) -> int:
     )
 
 
-def held_by_routers(plan: Plan) -> int:
+def held_by_routers(plan: ModelPlan) -> int:
     """Bytes of the buffers of this rank's routers."""
     layers = [layer for layer in plan.layers if plan.shape.has_experts(layer)]
     return sum(router_bytes(plan.config.model, layer) for layer in layers)
 
 
-def _is_fused(plan: Plan, device: str) -> bool:
+def _is_fused(plan: ModelPlan, device: str) -> bool:
     """Whether matrix products may add the gradients of weights to the gradient buffer."""
     fusion = plan.config.parallel.gradient_accumulation_fusion
     return device == "cuda" if fusion is None else fusion
 
 
-def _writes_head(plan: Plan, device: str) -> bool:
+def _writes_head(plan: ModelPlan, device: str) -> bool:
     """Whether the forward of the loss adds to the gradient buffer (parallel/tp/loss.py)."""
     precision = Precision.of(plan.config.precision)
     can_add = precision.grads is torch.float32 and precision.params is not torch.float16
@@ -133,7 +152,7 @@ class SavedBytes:
         device: "cpu" or "cuda".
     """
 
-    def __init__(self, plan: Plan, device: str) -> None:
+    def __init__(self, plan: ModelPlan, device: str) -> None:
         self.sizes = layer_sizes(plan, device)
         self.shape = plan.shape
         self.stream_bytes = stream_width(plan.shape) * self.sizes.itemsize  # of a token

@@ -14,7 +14,8 @@ from nanotrain.config.config import Config
 from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.plan.plan import check_names, stage_specs
+from nanotrain.plan.model_plan import stage_specs
+from nanotrain.plan.plan import check_names
 from nanotrain.planner.engine import Engine, engine_of, engine_on_cpu
 from nanotrain.planner.hardware import GPU, machine_of
 from nanotrain.spec.counts import layer_weights
@@ -22,6 +23,7 @@ from nanotrain.spec.operators import POINTWISE
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
 from nanotrain.topology.groups import GroupName
+from nanotrain.topology.replays import require_replicas
 from nanotrain.topology.topology import Topology
 
 
@@ -154,8 +156,8 @@ def scenario_of(
         options: further fields of the scenario.
 
     Raises:
-        ConfigError: an unknown engine, stages that it lacks, or a batch that does not fit the
-            ranks.
+        ConfigError: an unknown engine, stages that it lacks, a batch that does not fit the ranks,
+            or replays without replicas.
         TopologyError: a layout that does not fit the ranks.
     """
     check_names(config)
@@ -166,6 +168,8 @@ def scenario_of(
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = engine_on_cpu(engine) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
+    if engine.name == "nanotrain":
+        require_replicas(scenario.topology, replay_interval=train.replay_interval)
     _check_virtual_stages(scenario)
     _check_schedule(scenario)
     _check_recomputation(scenario)

@@ -19,8 +19,7 @@ from nanotrain.config.schedules import global_batch_size
 from nanotrain.config.schema import ENTRIES, KEYS, value_of, with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.planner.hardware import GPU, read_data
-from nanotrain.planner.memory import memory_of_rank
-from nanotrain.planner.prediction import Prediction, predict
+from nanotrain.planner.prediction import Prediction, memory_of_rank, predict
 from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.step_time import predict_step
 from nanotrain.spec.operators import POINTWISE

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from nanotrain.memory.block_transforms import recompute_plan, recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.dispatch_time import GRAPH_LAUNCHES
-from nanotrain.planner.graph_time import capture_layer
 from nanotrain.planner.operator_time import OperatorTimes
-from nanotrain.planner.parts import Part, Parts, Streams
+from nanotrain.planner.parts import Part, Parts, Streams, capture_layer
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import Declaration

@@ -44,7 +44,8 @@ class LayerSizes:
     routed_rows: int = 0  # rows that the rank's tokens need at their experts
     expert_rows: int = 0  # rows that the rank sends to experts, padding included
     has_fp8: bool = False  # linear layers multiply in fp8
-    # recipe of fp8 layers whose casts compute norms and SwiGLU (plan/fp8_casts.py); empty: none do
+    # recipe of fp8 layers whose casts compute norms and SwiGLU (`cast_recipe` in
+    # plan/saved_bytes.py); empty: none do
     cast_recipe: str = ""
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8
     writes_head: bool = False  # the gradient of the head is added to the gradient buffer

@@ -54,7 +54,8 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.overlap_fp8 import can_overlap
 from nanotrain.plan.buffers import BufferPlan
 from nanotrain.plan.compile import describe_compile, with_compile
-from nanotrain.plan.plan import Plan, StagePlan
+from nanotrain.plan.model_plan import StagePlan
+from nanotrain.plan.plan import Plan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale

@@ -24,7 +24,7 @@ from nanotrain.config.train import TrainConfig
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
 from nanotrain.parallel.ep.deep_ep import has_deep_ep
-from nanotrain.plan.memory_plan import require_memory
+from nanotrain.plan.fitting import require_memory
 from nanotrain.plan.plan import check_names
 from nanotrain.precision.fp8 import require_fp8
 from nanotrain.runs.folder import RunFolder, check_writable

@@ -174,7 +174,7 @@ def _train(loaded: Loaded) -> None:
 def _open_and_train(loaded: Loaded, generation: "Generation | None", *, start: "Start") -> None:
     """Open the inputs, plan the run, join the groups and train to the end."""
     from nanotrain.comm.parallel_context import ParallelContext
-    from nanotrain.plan.memory_plan import require_memory
+    from nanotrain.plan.fitting import require_memory
     from nanotrain.plan.plan import plan_run
     from nanotrain.train.inputs import open_inputs
     from nanotrain.train.phases import largest_memory, train_in_phases

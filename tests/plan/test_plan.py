@@ -388,12 +388,3 @@ def test_a_stage_between_the_first_and_the_last_reads_samples_for_documents_only
             == 4 * config.data.seq_length * is_read
         )
     assert read == dict.fromkeys(range(4), num_readers)
-
-
-def test_all_parameters_are_decayed_where_it_is_asked_for() -> None:
-    for settings, decays in {"": False, "--apply-wd-to-all-params": True}.items():
-        config = config_of("tiny", f"--vocab-size 2048 --qk-layernorm {settings}")
-        (stage,) = plan_run(config, 1, rank=0).stages
-        specs = [param.spec for param in stage.params]
-        assert {spec.weight_decay for spec in specs if len(spec.shape) == 1} == {decays}
-        assert all(spec.weight_decay for spec in specs if len(spec.shape) > 1)

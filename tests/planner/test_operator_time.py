@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nanotrain.planner.engine import engine_of, with_sections
-from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operator_time import SCAN_STEP_S, OperatorTimes
 from nanotrain.planner.parts import Part, Parts, Streams
+from nanotrain.planner.prediction import estimate_memory
 from nanotrain.planner.program_bytes import ProgramBytes
 from nanotrain.spec.kinds import MLPS
 from nanotrain.spec.kinds.block import block_operators

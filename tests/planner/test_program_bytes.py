@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operator_time import OperatorTimes
+from nanotrain.planner.prediction import estimate_memory
 from nanotrain.planner.program_bytes import OperatorBytes, ProgramBytes
 from nanotrain.planner.scenario import Scenario
 from nanotrain.spec.counts import layer_weights

@@ -12,8 +12,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.planner import search as search_module
 from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.memory import estimate_memory, memory_of_rank
-from nanotrain.planner.prediction import predict
+from nanotrain.planner.prediction import estimate_memory, memory_of_rank, predict
 from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.screen import flags_of
 from nanotrain.planner.search import Space, layout_of, next_change, search

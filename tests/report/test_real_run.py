@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.plan.memory_plan import require_memory
+from nanotrain.plan.fitting import require_memory
 from nanotrain.plan.plan import plan_run
 from nanotrain.report.figures import Figure
 from nanotrain.report.history import RunHistory

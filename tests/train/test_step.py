@@ -2,22 +2,16 @@
 
 import math
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 
 import torch
 
-import nanotrain
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.step import finalize_grads, global_loss, train_step
 from tests.harness import SHORT_NAMES, ranks, run_ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import small_run
-
-PACKAGE = Path(nanotrain.__file__).parent
+from tests.walks import PACKAGE, files_entered
 
 
 def step_here(ctx: ParallelContext, case: Case):
@@ -53,23 +47,6 @@ def test_all_ranks_return_one_result_and_count_the_same_samples():
         and 0 < state["consumed_tokens"] < 12 * 24
     )
     assert math.isfinite(loss) and grad_norm > 0 and not skipped
-
-
-def files_entered(call: Callable[[], object]) -> set[str]:
-    """The files of the package whose functions a call enters."""
-    files: set[str] = set()
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(PACKAGE)):
-            files.add(Path(name).relative_to(PACKAGE).as_posix())
-
-    sys.setprofile(record)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return files
 
 
 def test_the_page_of_one_step_lists_files_that_a_save_enters(tmp_path):

@@ -1,11 +1,13 @@
-"""What the rules read: the sections of a configuration, and sizes that follow from them.
+"""What the rules read, the sections of a configuration and sizes that follow; what they return.
 
 Settings          all sections; absent ones have their defaults
 ReadableSection   a section of which some fields could not be read
+Errors            mistakes, from rules of settings
+UnusedFields      fields without effect, from rules of these; `unused` makes one
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +24,29 @@ from nanotrain.config.schema import ENTRIES, SECTIONS
 from nanotrain.errors import ConfigError
 
 Errors = Iterator[ConfigError]  # what a function of rules returns: one error per broken rule
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Fields that have no effect."""
+
+    fields: tuple[str, ...]  # their unique names
+    causes: tuple[str, ...]  # unique names of the fields that decide
+    why: str  # the reason
+    fix: str = ""  # how the fields get an effect; empty: change the causes
+    # published scripts of Megatron-LM set the fields all the same: reset, not refused
+    is_harmless: bool = False
+
+
+UnusedFields = Iterator[Unused]  # what a function of rules returns
+
+
+def unused(
+    *fields: str, by: str | tuple[str, ...], why: str, fix: str = "", is_harmless: bool = False
+) -> Unused:
+    """Fields without effect, switched off `by` another field, or by several together."""
+    causes = (by,) if isinstance(by, str) else by
+    return Unused(fields, causes, why, fix=fix, is_harmless=is_harmless)
 
 
 class Unreadable(Exception):

@@ -18,8 +18,7 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
 from nanotrain.config.rules import unused_heads, unused_layout, unused_model, unused_run
-from nanotrain.config.rules.settings import Settings
-from nanotrain.config.rules.unused_fields import Unused, UnusedFields
+from nanotrain.config.rules.settings import Settings, Unused, UnusedFields
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,

@@ -3,8 +3,7 @@
 A rule is an `if` and the fields that it switches off, as in `unused_model.py`.
 """
 
-from nanotrain.config.rules.settings import Settings
-from nanotrain.config.rules.unused_fields import UnusedFields, unused
+from nanotrain.config.rules.settings import Settings, UnusedFields, unused
 from nanotrain.config.rules.unused_model import NO_WINDOW, WINDOW_CAUSES, has_windows
 
 

@@ -1,8 +1,7 @@
 """Fields of parallelism, activation memory, update rules and precision without effect."""
 
 from nanotrain.config.optim import MUON_OPTIMIZERS
-from nanotrain.config.rules.settings import Settings
-from nanotrain.config.rules.unused_fields import UnusedFields, unused
+from nanotrain.config.rules.settings import Settings, UnusedFields, unused
 
 STRATEGY = "data_parallel_sharding_strategy"
 OPTIMIZERS = ("optimizer", "muon_scalar_optimizer")

@@ -6,8 +6,7 @@ A rule is an `if` and the fields that it switches off. A field that one function
 
 from nanotrain.config.layer_kinds import STREAMS, MambaConfig, linear_attention_kind
 from nanotrain.config.model import GATED
-from nanotrain.config.rules.settings import Settings
-from nanotrain.config.rules.unused_fields import UnusedFields, unused
+from nanotrain.config.rules.settings import Settings, UnusedFields, unused
 
 MLA_ROTATES = "every layer of multi_latent_attention rotates its qk_pos_emb_head_dim channels"
 MLA_HEADS = "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"

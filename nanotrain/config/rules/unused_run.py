@@ -1,7 +1,6 @@
 """Fields of the learning-rate schedule, of data, checkpoints and the run without effect."""
 
-from nanotrain.config.rules.settings import Settings
-from nanotrain.config.rules.unused_fields import UnusedFields, unused
+from nanotrain.config.rules.settings import Settings, UnusedFields, unused
 from nanotrain.storage.remote import is_address
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.planner.engine import engine_of
-from nanotrain.planner.memory import memory_of_rank
-from nanotrain.planner.prediction import Prediction, predict
+from nanotrain.planner.prediction import Prediction, memory_of_rank, predict
 from nanotrain.planner.rows.config import scenario_of_row
 from nanotrain.planner.rows.row import Row
 from nanotrain.untrusted import read_file, unreadable

@@ -10,8 +10,7 @@ import pytest
 
 from nanotrain.plan.memory_plan import worst_memory
 from nanotrain.planner.engine import engine_of
-from nanotrain.planner.memory import _state_bytes, estimate_memory, memory_of_rank
-from nanotrain.planner.prediction import predict
+from nanotrain.planner.prediction import _state_bytes, estimate_memory, memory_of_rank, predict
 from nanotrain.planner.rows.config import scenario_of_row
 from nanotrain.planner.rows.row import Row
 from nanotrain.planner.stage_time import Numel, Stages
