@@ -197,9 +197,10 @@ class Linear(nn.Module):
     @property
     def writes_wgrad(self) -> bool:
         """Whether the product writes wgrad to the gradient buffer."""
-        if self.rows is not None or not self.weight.requires_grad:
+        if self.rows is not None:
             return False
-        return grad_view_of(self.weight) is not None
+        weight = self.weight
+        return weight.requires_grad and grad_view_of(weight) is not None
 
     @property
     def used_weight(self) -> Tensor:
@@ -215,7 +216,9 @@ class Linear(nn.Module):
 
     def fprop(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return F.linear(x, self.used_weight, self.used_bias)
+        if self.rows is not None:
+            return F.linear(x, self.used_weight, self.used_bias)
+        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     @property
     def writes_in_graph(self) -> bool:

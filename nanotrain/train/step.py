@@ -94,7 +94,7 @@ class StepOutput:
         """All numbers; reading them waits for the end of the step."""
         return self.copy.read()
 
-    @property
+    @cached_property
     def numbers(self) -> StepNumbers:
         """The numbers of every step."""
         return StepNumbers(*self._values[: len(StepNumbers._fields)])

@@ -11,7 +11,7 @@ StepLine        columns of a step line, some of which narrow lines leave out
 import math
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from nanotrain.train.step_report import SPIKE, StepReport
 # Columns of the header where there is no terminal, and the fewest of any line.
 MAX_WIDTH, MIN_WIDTH = 100, 60
 LOG_WIDTH = 140  # columns of a step line where there is no terminal
+SEPARATOR = " | "  # between the columns of a step line
 # the wait for the slowest rank is shown from this share of the step time on: less is noise
 NOTABLE_LAG = 0.1
 # the phases of a step; then those of the heartbeat in which no step runs
@@ -265,15 +266,14 @@ class StepLine:
         """The columns that fit into a line of `width` characters, in order."""
         columns = self._columns
         kept: set[int] = set()
+        used = -len(SEPARATOR)  # characters of a line of the kept columns
         order = sorted(range(len(columns)), key=lambda index: (columns[index].priority, -index))
         for index in order:
-            longer = kept | {index}
-            if columns[index].priority == 0 or len(self._join(longer)) <= width:
-                kept = longer
-        return self._join(kept)
-
-    def _join(self, indices: Collection[int]) -> str:
-        return " | ".join(self._columns[index].text for index in sorted(indices))
+            longer = used + len(SEPARATOR) + len(columns[index].text)
+            if columns[index].priority == 0 or longer <= width:
+                kept.add(index)
+                used = longer
+        return SEPARATOR.join([columns[index].text for index in sorted(kept)])
 
 
 def _describe_events(reports: Sequence[StepReport]) -> str:
