@@ -4,7 +4,8 @@
     attention.py, mla.py                               attention and latent attention
     dsa.py, block_sparse.py                            attention to selected keys, and blocks
     compressed.py, compressor.py           attention to a window and to compressed keys
-    mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
+    sublayers.py            attention and MLP of a block by kind: each layer in place of
+                            attention, such as mamba.py and delta_net.py, is one row
     recurrence.py           convolutions and states of these, over cp and in generation
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
     hash_router.py, router_sinkhorn.py     experts that the token id or a plan chooses

@@ -10,8 +10,9 @@ from math import comb
 
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.graph_time import captures_router
 from nanotrain.planner.kernels import matmul_s
-from nanotrain.planner.parts import Part, Parts, captures_router
+from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.operators import Dispatch, Router

@@ -1,25 +1,14 @@
 """Parts of layers and their time on the streams of one rank.
 
-    Part            a linear layer, attention, a memory-bound operator, the dispatch to experts
-    Streams         a clock on which parts compute and communicate
-    capture_layer   the parts of a layer with CUDA graphs, which are launched at once
+    Part      a linear layer, attention, a memory-bound operator, the dispatch to experts
+    Streams   a clock on which parts compute and communicate
 
 Forward runs parts in order, backward in reverse. A collective is exposed as far as operators do not
 hide it.
-
-With experts attention and router are in graphs; norm, dispatch, experts and the sum are not, and
-the shared expert counts as if it were not. A `--cuda-graph-scope` that leaves out attention, or a
-part of a dense layer, counts as no graph of the layer.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
-
-from nanotrain.config.train import TrainConfig
-
-GRAPH_LAUNCHES = (2, 2, 0)  # forward and backward: a copy of the input, and the replay
-MIXERS = {"attn", "mamba"}
-ROUTERS = {"moe_router", "moe_preprocess"}
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -130,48 +119,3 @@ class Part:
 
 
 Parts = list[Part]
-
-
-def has_graphs(train: TrainConfig) -> bool:
-    """Whether layers have CUDA graphs."""
-    return train.cuda_graph_impl != "none"
-
-
-def captures_router(train: TrainConfig) -> bool:
-    """Whether routers are in graphs."""
-    return has_graphs(train) and _has_scope(train, ROUTERS)
-
-
-def capture_layer(parts: Parts, train: TrainConfig) -> Parts:
-    """The parts of a layer, with those in graphs launched at once.
-
-    Args:
-        parts: parts of the layer, in forward order.
-        train: settings of the graphs.
-    """
-    if not has_graphs(train) or not _has_scope(train, MIXERS):
-        return parts
-    if not any(part.group == "ep" for part in parts):
-        return _launched_once(parts) if _has_scope(train, {"mlp"}) else parts
-    # the router is the first part of the experts, and its norm the part before it
-    names = [part.name for part in parts]
-    index = names.index("moe")
-    router = parts[index]
-    if captures_router(train):
-        router = replace(router, launches=GRAPH_LAUNCHES)
-    norm = parts[index - 1]
-    return [*_launched_once(parts[: index - 1]), norm, router, *parts[index + 1 :]]
-
-
-def _launched_once(parts: Parts) -> Parts:
-    """Parts in one graph."""
-    captured: list[Part] = []
-    for part in parts:
-        launches = (0, 0, 0) if captured else GRAPH_LAUNCHES
-        captured.append(replace(part, launches=launches, is_captured=True))
-    return captured
-
-
-def _has_scope(train: TrainConfig, names: set[str]) -> bool:
-    scope = set(train.cuda_graph_scope) - {"full"}
-    return not scope or bool(scope & names)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from nanotrain.memory.block_transforms import recompute_plan, recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.dispatch_time import GRAPH_LAUNCHES
+from nanotrain.planner.graph_time import capture_layer
 from nanotrain.planner.operator_time import OperatorTimes
-from nanotrain.planner.parts import Part, Parts, Streams, capture_layer
+from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import Declaration
@@ -210,7 +211,8 @@ class Stages:
         index = int(name)
         if index < num_layers:
             parts = self.times.parts(block_operators(self.sizes, index))
-            parts = capture_layer(parts, self.config.train)
+            if self.config.train.cuda_graph_impl != "none":
+                parts = capture_layer(parts, self.config.train)
             numel = self._count(layer(self._declaration, index))
             again = parts
         else:
