@@ -191,13 +191,9 @@ def _compute_on_one_rank(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Plain `F.linear`, unless wgrad is written to gradient buffers."""
-    outputs = []
-    writes = torch.is_grad_enabled()
-    for layer in layers:
-        if writes and layer.writes_wgrad:
-            return _compute_overlapped(x, layers, tensor_parallel=tensor_parallel)
-        outputs.append(layer.fprop(x))
-    return tuple(outputs)
+    if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
+        return _compute_overlapped(x, layers, tensor_parallel=tensor_parallel)
+    return tuple(layer.fprop(x) for layer in layers)
 
 
 def _compute_in_graph(
