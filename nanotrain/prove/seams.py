@@ -198,9 +198,9 @@ class Seams:
         """`DistributedOptimizer.step`: its sums are of the layers of a stage, others add zeros."""
 
         def wrapper(optimizer: DistributedOptimizer, *args: Any, **options: Any) -> Any:
-            sums = options.get("sums")
+            sums: Tensor | None = options.get("sums")
             kind = ZERO if sums is None else self.recorder.types.of(sums)
-            if kind is not ZERO:
+            if sums is not None and kind is not ZERO:
                 stages = self.axes.masks["pp"]
                 self.recorder.types.set(sums, kind._replace(varying=kind.varying | stages))
             return original(optimizer, *args, **options)
