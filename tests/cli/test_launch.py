@@ -105,7 +105,7 @@ def test_with_one_the_ranks_get_the_other_arguments(monkeypatch):
     monkeypatch.setattr(
         start_ranks,
         "start_ranks",
-        lambda program, *, options, environment, check, on_failure: (
+        lambda program, *, options, environment, check, **others: (
             seen.extend([options, program]) or check(2) or 7
         ),
     )
