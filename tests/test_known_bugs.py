@@ -11,7 +11,9 @@ import yaml
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "known_bugs.md").read_text()
 ROWS = re.findall(
-    r"^\|(.+)\|(.*)\| `([a-z_]+)/([a-z0-9-]+)` \| `(.+)` \|$", PAGE, flags=re.MULTILINE
+    r"^\|(.+)\|(.*)\| `([a-z_]+)/([a-z0-9-]+)` \| `([^`]+)` \| (?:yes|-) \| (?:yes|-) \|$",
+    PAGE,
+    flags=re.MULTILINE,
 )
 
 

@@ -70,6 +70,8 @@ def test_the_addends_of_a_sum_follow_from_the_largest_batch() -> None:
     model = ModelConfig(vocab_size=300, ffn_hidden_size=56, num_attention_heads=4)
     train = TrainConfig(global_batch_size=6)
     config = Config(model=model, data=DataConfig(seq_length=24), train=train)
-    assert unit_blocks(config, dp=2) == UnitBlocks(4, 6, num_tokens=144, num_heads=4)
+    assert unit_blocks(config, dp=2) == UnitBlocks(
+        4, 6, num_tokens=144, num_heads=4, tokens_per_block=3
+    )
     steps = TrainConfig(step_batch_size_schedule=["0:8", "2K:4"])
     assert unit_blocks(replace(config, train=steps), dp=2).num_tokens == 8 * 24
