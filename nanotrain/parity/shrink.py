@@ -255,6 +255,9 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
     window_size = model.window_size
     if window_size is not None:
         window_size = min(window_size, third)
+        if model.compressed is not None:  # a rank has two chunks, each longer than the window
+            chunk = seq_length // (2 * config.parallel.context_parallel_size)
+            window_size = min(window_size, chunk - 1)
     chunk_size = model.attention_chunk_size
     if chunk_size:
         chunk_size = min(chunk_size, third)
@@ -359,7 +362,20 @@ def shrink_sizes(config: Config) -> Config:
         tp = config.parallel.tensor_model_parallel_size
         etp = config.parallel.expert_tensor_parallel_size or 1
         by_key["model.ffn_hidden_size"] = round_up(2 * values["hidden_size"], 4 * lcm(tp, etp))
-    return with_values(config, by_key)
+    return _with_fewer_factors(with_values(config, by_key))
+
+
+def _with_fewer_factors(config: Config) -> Config:
+    """LongRoPE's factors of the pairs that the small heads rotate."""
+    longrope = config.model.longrope
+    if longrope is None:
+        return config
+    num_pairs = config.model.rotary_dim // 2
+    factors = {
+        "model.longrope.short_factor": longrope.short_factor[:num_pairs],
+        "model.longrope.long_factor": longrope.long_factor[:num_pairs],
+    }
+    return with_values(config, factors)
 
 
 def _has_expert_width(model: ModelConfig) -> bool:

@@ -340,6 +340,32 @@ def test_the_first_layer_of_a_smaller_model_keeps_its_indexer() -> None:
     assert shrink(config, 1, num_steps=2).model.mixers == ("dsa", "shared_dsa")
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_windows_beside_compressed_keys_fit_the_chunks_of_a_rank(cp: int) -> None:
+    words = f"""--mock-data --vocab-size 64 --num-layers 4 --hidden-size 512 --num-attention-heads 8
+        --num-query-groups 1 --sparse-attention-type compressed --window-size 127
+        --compressed-output-groups 2 --compressed-heavy-ratio 128 --seq-length 4096
+        --max-position-embeddings 4096 --context-parallel-size {cp} --cp-comm-type allgather"""
+    small = shrink(load(words.split()).config, cp, num_steps=2)
+    assert small.model.window_size is not None and small.model.window_size >= 1
+    check_model(small)
+    check_layout(small)
+
+
+def test_factors_of_longrope_are_those_of_the_smaller_heads() -> None:
+    factors = ",".join(str(1 + index / 10) for index in range(16))
+    words = f"""--mock-data --vocab-size 64 --hidden-size 256 --num-attention-heads 8
+        --position-embedding-type longrope model.longrope.short_factor=[{factors}]
+        model.longrope.long_factor=[{factors}]"""
+    config = load(words.split()).config
+    small = shrink(config, 1, num_steps=2)
+    assert small.model.longrope is not None
+    assert small.model.longrope.long_factor == [
+        1 + i / 10 for i in range(small.model.rotary_dim // 2)
+    ]
+    check_model(small)
+
+
 def test_every_field_is_carried_shrunk_or_left_out_for_a_reason() -> None:
     """Sections of the model, the layout, recomputation and the update rule are carried as a whole."""
     left = {key for keys in LEFT_OUT.values() for key in keys}
