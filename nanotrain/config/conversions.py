@@ -4,7 +4,6 @@ A conversion is an exact function of the configuration and the text of a value; 
 unique name.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,38 +125,6 @@ def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
         why = f"the vocabulary has {count_of(vocab_size, 'token')}"
         raise ConfigError(f"--padded-vocab-size is {text}", why=why, fix="raise it or leave it out")
     return {"make_vocab_size_divisible_by": size}
-
-
-def mup_factor(config: Config, text: str, *, flag: str) -> float:
-    """A factor of muP.
-
-    Raises:
-        ConfigError: it is no number above 0, or muP is off.
-    """
-    if not config.model.use_mup:
-        raise ConfigError(
-            f"{flag} without --use-mup",
-            why="Megatron-LM does not read it then",
-            fix="set --use-mup, or leave it out",
-        )
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor < math.inf:
-        raise ConfigError(f"{flag} is {text!r}", why="it takes a number above 0")
-    return factor
-
-
-def mup_embedding_mult(config: Config, text: str) -> dict[str, Any]:
-    """The factor on the word embeddings."""
-    return {"embedding_multiplier": mup_factor(config, text, flag="--mup-embedding-mult")}
-
-
-def mup_output_mult(config: Config, text: str) -> dict[str, Any]:
-    """The divisor of the logits; 1 is muP's own, as in Megatron-LM."""
-    factor = mup_factor(config, text, flag="--mup-output-mult")
-    return {} if factor == 1 else {"logits_scaling": 1 / factor}
 
 
 def group_query_attention(config: Config, text: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 virtual stages -> interleaved schedule      a layout -> virtual stages
 a hybrid pattern -> layers and stages       MLA with a scaling factor -> YaRN
 wandb_project -> wandb                      --save and --load of one folder -> resume
-sft -> whole conversations as samples       muP -> scales of scores, logits, learning rates
+sft -> whole conversations as samples
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,6 @@ def implied_settings(
     return [
         *implied_yarn(config.model, line),
         *implied_expert_bias(config.model, explicit),
-        *implied_mup(config),
         *implied_scores(config.model, explicit),
         *implied_precision(config, line),
         *implied_sharding(line),
@@ -70,25 +69,6 @@ def implied_expert_bias(model_config: ModelConfig, explicit: frozenset[str]) -> 
     if moe is not None and moe.balances_quantiles and not moe.router_enable_expert_bias:
         why = "quantile_balancing sets the biases of experts"
         yield Implied("moe_router_enable_expert_bias", True, why)
-
-
-def implied_mup(config: Config) -> Iterator[Implied]:
-    """The factors of muP, as in Megatron-LM; a factor that is set stays.
-
-    Yang et al. 2022, "Tensor Programs V", table 8.
-    """
-    model = config.model
-    if not model.use_mup:
-        return
-    width = model.width_multiplier
-    why = f"use_mup with a hidden size {width:g} times that of the base"
-    if config.optim.mup_width_mult != width:
-        yield Implied("mup_width_mult", width, why)
-    if model.logits_scaling == 1 and width != 1:
-        yield Implied("logits_scaling", width, why)
-    if model.softmax_scale is None and not model.multi_latent_attention:
-        scale = (model.mup_base_head_dim or 1) ** 0.5 / model.head_dim**model.mup_attn_scale_power
-        yield Implied("softmax_scale", scale, f"use_mup with {model.head_dim} channels of a head")
 
 
 def implied_scores(model_config: ModelConfig, explicit: frozenset[str]) -> Iterator[Implied]:

@@ -428,12 +428,18 @@ class ModelFields:
     """use_mup: hidden_size of the model for which the settings were found; unset: hidden_size"""
 
     mup_base_head_dim: float | None = option(None, check=above(0))
-    """use_mup: channels of a head of that model, whose scores are then scaled as without muP;
+    """use_mup: channels of a head of that model, with which scores are scaled as without muP;
     unset: 1
     """
 
     mup_attn_scale_power: float = option(1.0, check=above(0))
     """use_mup: scores are scaled by sqrt(mup_base_head_dim) / (channels of a head) ^ this power"""
+
+    mup_embedding_mult: float = option(1.0, check=above(0))
+    """use_mup: factor on the word embeddings"""
+
+    mup_output_mult: float = option(1.0, check=above(0))
+    """use_mup: factor on the logits; 1: mup_base_hidden_size / hidden_size"""
 
     yarn: YarnConfig | None = section(YarnConfig, switch="position_embedding_type", value="yarn")
     longrope: LongRopeConfig | None = section(

@@ -159,11 +159,6 @@ class OptimConfig:
     qk_clip_threshold: float = option(100.0, check=above(0))
     """qk_clip: attention logit that a head may reach"""
 
-    mup_width_mult: float = option(1.0, check=above(0))
-    """use_mup: hidden_size / mup_base_hidden_size, by which the learning rate and adam_eps of
-    hidden matrices are divided; use_mup sets it
-    """
-
     decoupled_lr: float | None = option(None, check=above(0))
     """peak learning rate of the embedding and the output layer; unset: lr"""
 

@@ -81,7 +81,7 @@ class HeadAttention(nn.Module):
         self.norm_is_last = model_config.qk_layernorm_after_rope
         self.factor = model_config.attention_output_multiplier
         # the core attention divides scores by the root of the head dim
-        scale = model_config.softmax_scale
+        scale = model_config.score_scale
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
         self.scores = LayerScores(model_config, shape, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits

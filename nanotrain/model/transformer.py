@@ -241,7 +241,7 @@ class Stage(nn.Module):
             self.leave_streams = residual.leave(model_config, end, parallel=parallel)
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             vocabulary = Vocabulary(
-                shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_scaling
+                shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_divisor
             )
             self.head = Head(
                 declared.get("head.weight"),

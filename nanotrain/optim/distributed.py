@@ -160,7 +160,7 @@ class DistributedOptimizer:
 
         Args:
             lr: learning rate.
-            decoupled_lr: learning rate of the embedding and the output layer; None: no own one.
+            decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
             weight_decay: weight decay; None for the one of the configuration.
             sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """

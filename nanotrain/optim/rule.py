@@ -11,7 +11,7 @@ squared_norm     the sum of squares of flat tensors, whose root is the gradient 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class ParamRange:
     state: Mapping[str, Tensor]  # [n] fp32 state tensors by name
     weight_decay: bool  # whether weight decay applies
     is_decoupled: bool = False  # whether `--decoupled-lr` applies: embedding and output layer
-    # a matrix between layers, whose hyperparameters follow the width with muP
-    is_hidden: bool = False
+    width_multiplier: float = 1.0  # of the model, with muP
+    follows_width: bool = False  # whether it is a matrix whose rates follow the width
     first_update: int = 0  # updates of the run before these elements were trained
 
 
@@ -47,7 +47,7 @@ class UpdateStep:
     config: OptimConfig
     number: Tensor  # fp32 scalar, number of the update from 1, for bias correction
     lr: float  # learning rate
-    decoupled_lr: float | None  # of the embedding and the output layer; None: as of other vectors
+    decoupled_lr: float | None  # of the embedding and the output layer; None for `lr`
     weight_decay: float  # weight decay of the ranges to which it applies
     found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
 
@@ -61,18 +61,32 @@ class UpdateStep:
         return replace(self, number=self.number.cpu(), found_inf=self.found_inf.cpu())
 
     def lr_of(self, part: ParamRange) -> float:
-        """The learning rate of a range (Yang et al. 2022, table 8, for a wider model)."""
+        """The learning rate of a range."""
         if part.is_decoupled and self.decoupled_lr is not None:
             return self.decoupled_lr
-        width = self.config.mup_width_mult
-        if self.config.optimizer == "sgd":
-            return self.lr if part.is_hidden else self.lr * width
-        return self.lr / width if part.is_hidden else self.lr
+        return self.lr * width_factors(part, self.config.optimizer).lr
 
     def adam_eps_of(self, part: ParamRange) -> float:
-        """Adam's epsilon of a range (Yang et al. 2022, appendix B.3)."""
-        eps = self.config.adam_eps
-        return eps / self.config.mup_width_mult if part.is_hidden else eps
+        """Adam's epsilon of a range."""
+        return self.config.adam_eps * width_factors(part, self.config.optimizer).adam_eps
+
+
+class WidthFactors(NamedTuple):
+    """What the width of a model changes for some of its parameters (muP)."""
+
+    lr: float = 1.0
+    adam_eps: float = 1.0
+
+
+def width_factors(part: ParamRange, optimizer: str) -> WidthFactors:
+    """The factors of a range: those of vectors and embeddings are 1, except with SGD.
+
+    Source: Yang et al. 2022, "Tensor Programs V", table 8 and appendix B.3.
+    """
+    width = part.width_multiplier
+    if optimizer == "sgd":
+        return WidthFactors() if part.follows_width else WidthFactors(lr=width)
+    return WidthFactors(1 / width, 1 / width) if part.follows_width else WidthFactors()
 
 
 @dataclass(frozen=True)
@@ -159,7 +173,7 @@ def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGr
     """Group ranges by the number of their updates, weight decay and learning rate."""
     chosen: dict[tuple[int, bool, bool, bool], list[ParamRange]] = {}
     for part in ranges:
-        key = (part.first_update, not part.weight_decay, part.is_decoupled, part.is_hidden)
+        key = (part.first_update, not part.weight_decay, part.is_decoupled, part.follows_width)
         chosen.setdefault(key, []).append(part)
     groups = []
     for key in sorted(chosen):

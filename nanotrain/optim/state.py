@@ -172,7 +172,6 @@ class PartState:
     host: HostBuffers | None = None  # None unless all but `model_params` is in host memory
     ema: StoredTensor | None = None  # [numel] fp32 moving average of `main` with `--ema-decay`
     grad_factor: float | Tensor = 1.0  # unscales and clips gradients that are not fp32
-    tells_hidden_apart: bool = False  # matrices between layers have hyperparameters of their own
     # updates of the run before a parameter was trained, by name; 0 for all others
     first_updates: Mapping[str, int] = field(default_factory=dict)
 
@@ -260,7 +259,8 @@ class PartState:
                     state={name: values[elements] for name, values in state.items()},
                     weight_decay=segment.options.weight_decay,
                     is_decoupled=segment.options.is_decoupled,
-                    is_hidden=segment.options.is_hidden,
+                    width_multiplier=segment.options.width_multiplier,
+                    follows_width=segment.options.follows_width,
                     first_update=segment.options.first_update,
                 )
             )
@@ -287,8 +287,13 @@ class PartState:
     def _param_options(self, param_range: FlatRange) -> "ParamOptions":
         spec = param_range.param.spec
         first_update = self.first_updates.get(spec.name, 0)
-        is_hidden = self.tells_hidden_apart and spec.needs_whole_matrix
-        return ParamOptions(spec.weight_decay, spec.is_embedding_or_output, is_hidden, first_update)
+        return ParamOptions(
+            weight_decay=spec.weight_decay,
+            is_decoupled=spec.is_embedding_or_output,
+            width_multiplier=spec.width_multiplier,
+            follows_width=spec.follows_width,
+            first_update=first_update,
+        )
 
 
 class ParamOptions(NamedTuple):
@@ -296,11 +301,18 @@ class ParamOptions(NamedTuple):
 
     weight_decay: bool
     is_decoupled: bool  # `--decoupled-lr` applies
-    is_hidden: bool  # a matrix between layers of a model with muP
+    width_multiplier: float  # with muP
+    follows_width: bool
     first_update: int  # updates of the run before the parameter was trained
 
 
-NO_OPTIONS = ParamOptions(weight_decay=False, is_decoupled=False, is_hidden=False, first_update=0)
+NO_OPTIONS = ParamOptions(
+    weight_decay=False,
+    is_decoupled=False,
+    width_multiplier=1.0,
+    follows_width=False,
+    first_update=0,
+)
 
 
 class Segment(NamedTuple):
@@ -345,9 +357,7 @@ class BucketState:
         parts = []
         for part in shard_parts:
             names = part.state_names(rule, config)
-            state = _build_part(part, bucket, precision=precision, names=names)
-            state.tells_hidden_apart = config.mup_width_mult != 1
-            parts.append(state)
+            parts.append(_build_part(part, bucket, precision=precision, names=names))
         return cls(bucket, Replica.of(wrapper.groups), tuple(parts))
 
     @property

@@ -211,6 +211,8 @@ def compare(
     floor = NOISE_FLOOR * median(largest_grads.values())
     grad_scales = {name: max(largest, floor) for name, largest in largest_grads.items()}
     lr = max(config.optim.lr, config.optim.decoupled_lr or 0.0)
+    if config.optim.optimizer == "sgd":  # vectors move faster in a wider model
+        lr *= config.model.width_multiplier
     weight_scales = {box.name: lr for box in reference.weights}
     buffer_scales = _largest(reference.buffers)
     grads = [record.grads for record in records]

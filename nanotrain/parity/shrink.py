@@ -403,6 +403,7 @@ def _widths(config: Config) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "init_method_std": hidden**-0.5,
+        "mup_base_hidden_size": max(1, round(hidden / model.width_multiplier)),
         "kv_channels": channels,
         "moe_latent_size": hidden // 2,
         # every rank gets a multiple of 4: rows of 16 bytes in fp32

@@ -57,7 +57,14 @@ class Declaration:
         """A weight with normal initial values, decayed."""
         init = Normal(self.shape.init_std if std is None else std)
         return ParamSpec(
-            "weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True
+            "weight",
+            shape,
+            dtype=self.dtype,
+            init=init,
+            weight_decay=True,
+            needs_whole_matrix=True,
+            width_multiplier=self.shape.width_multiplier,
+            follows_width=self.shape.width_multiplier != 1,
         )
 
     def linear_weight(self, *shape: int, std: float | None = None) -> ParamSpec:
@@ -68,7 +75,14 @@ class Declaration:
         """A vector, or one per expert, with a constant initial value, decayed if all are."""
         init = Constant(value)
         decays = self.decays_vectors
-        return ParamSpec(name, shape, dtype=self.dtype, init=init, weight_decay=decays)
+        return ParamSpec(
+            name,
+            shape,
+            dtype=self.dtype,
+            init=init,
+            weight_decay=decays,
+            width_multiplier=self.shape.width_multiplier,
+        )
 
     def head_vector(self, name: str, size: int, *, init: Normal | Uniform | Constant) -> ParamSpec:
         """A vector that tp shards by heads, decayed if all are."""
@@ -120,6 +134,7 @@ class Declaration:
             weight,
             shards=COLUMN_SHARDS,
             needs_whole_matrix=False,
+            follows_width=False,
             is_embedding_or_output=True,
             is_shared=shape.num_mtp_layers > 0,
         )

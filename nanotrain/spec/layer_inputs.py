@@ -29,6 +29,7 @@ def declare_inputs(declare: Declaration) -> Specs:
         declare.weight(shape.padded_vocab_size, width, std=shape.embedding_std),
         shards=COLUMN_SHARDS,
         needs_whole_matrix=False,
+        follows_width=False,
         is_embedding_or_output=True,
     )
     projection = summed([declare.weight(width, shape.hidden_size)], declare.sequence_axes)

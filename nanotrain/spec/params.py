@@ -83,6 +83,9 @@ class ParamSpec:
     # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the
     # head
     needs_whole_matrix: bool = False
+    width_multiplier: float = 1.0  # with muP: of its model
+    # with muP: whether its learning rate follows the width, as of matrices but embeddings and head
+    follows_width: bool = False
     # rows of the slices of one head (queries: one; MLA: without and with position); they repeat for
     # every head, and a matrix rule may update each apart; empty: no heads
     head_rows: tuple[int, ...] = ()

@@ -79,6 +79,7 @@ class ModelShape:
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights of matrices between layers
     embedding_std: float  # of the embeddings and the head
+    width_multiplier: float = 1.0  # with muP: its width over that of the narrow model
     # earlier keys that a query attends to, in some layers; None for all
     window_size: int | None = None
     # positions of a chunk, to which they attend in place of a window

@@ -72,20 +72,6 @@ def test_a_padded_vocabulary_is_padded_to_that_size():
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--mup-output-mult 0.5", "without --use-mup"),
-        ("--use-mup --mup-output-mult 0", "a number above 0"),
-        ("--use-mup --mup-embedding-mult inf", "a number above 0"),
-        ("--use-mup --mup-embedding-mult x", "a number above 0"),
-    ],
-)
-def test_factors_of_mup_are_numbers_above_0(arguments: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(["--mock-data", "--vocab-size", "64", *arguments.split()])
-
-
 def test_grouped_queries_without_a_number_share_one_head():
     assert group_query_attention(config_of(), "") == {"num_query_groups": 1}
     assert group_query_attention(config_of(num_query_groups=2), "") == {}

@@ -16,13 +16,6 @@ DATA = "--mock-data --vocab-size 64 --num-layers 8"
     ("arguments", "key", "value"),
     [
         ("--wandb-project p", "train.wandb", True),
-        ("--use-mup --hidden-size 256 --mup-base-hidden-size 64", "optim.mup_width_mult", 4.0),
-        ("--use-mup --hidden-size 256 --mup-base-hidden-size 64", "model.logits_scaling", 4.0),
-        ("--use-mup --kv-channels 16", "model.softmax_scale", 1 / 16),
-        ("--use-mup --kv-channels 16 --mup-base-head-dim 16", "model.softmax_scale", 1 / 4),
-        ("--use-mup --kv-channels 16 --softmax-scale 0.5", "model.softmax_scale", 0.5),
-        ("--use-mup --mup-output-mult 0.5", "model.logits_scaling", 2.0),
-        ("--use-mup --mup-embedding-mult 3", "model.embedding_multiplier", 3.0),
         (
             "--num-experts 4 --moe-router-load-balancing-type quantile_balancing",
             "model.moe.router_enable_expert_bias",

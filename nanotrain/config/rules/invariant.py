@@ -77,6 +77,7 @@ MODEL: tuple[Unsupported, ...] = (
         why=ELEMENTWISE,
     ),
     _leave_out("logits_scaling", lambda c: c.model.logits_scaling != 1.0, why=ELEMENTWISE),
+    _leave_out("use_mup", lambda c: c.model.use_mup, why=ELEMENTWISE),
     _leave_out(
         "attn_logit_softcapping",
         lambda c: c.model.attn_logit_softcapping is not None,

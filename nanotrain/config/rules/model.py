@@ -30,6 +30,14 @@ def check_positions(c: Settings) -> Errors:
             "Megatron-LM",
             fix="set --position-embedding-type rope, or leave --mtp-num-layers out",
         )
+    has_factor = c.model.use_mup and c.model.mup_embedding_mult != 1
+    if has_factor and c.model.position_embedding_type == "learned_absolute":
+        yield ConfigError(
+            f"mup_embedding_mult {c.model.mup_embedding_mult:g} with learned positions",
+            why="Megatron-LM multiplies the sum of word and position embeddings, and here words "
+            "alone are multiplied",
+            fix="set --position-embedding-type rope, or leave --mup-embedding-mult out",
+        )
 
 
 def check_query_norms(c: Settings) -> Errors:

@@ -254,16 +254,23 @@ def unused_query_norms(c: Settings) -> UnusedFields:
 
 
 def unused_mup(c: Settings) -> UnusedFields:
-    """Sizes of a base model without muP."""
+    """Sizes and factors of muP without it, and those of the scores where others scale them."""
+    scores = ("mup_base_head_dim", "mup_attn_scale_power")
     if not c.model.use_mup:
         yield unused(
             "mup_base_hidden_size",
-            "mup_base_head_dim",
-            "mup_attn_scale_power",
-            "mup_width_mult",
+            "mup_embedding_mult",
+            "mup_output_mult",
+            *scores,
             by="use_mup",
             why="it belongs to use_mup",
         )
+    if c.model.multi_latent_attention:
+        yield unused(
+            *scores, by="multi_latent_attention", why="MLA has a scale of the scores of its own"
+        )
+    if c.model.softmax_scale is not None:
+        yield unused(*scores, by="softmax_scale", why="softmax_scale scales the scores")
 
 
 def unused_position_ids(c: Settings) -> UnusedFields:

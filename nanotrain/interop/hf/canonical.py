@@ -19,7 +19,7 @@ from nanotrain.config.layer_kinds import (
     LinearAttentionConfig,
     MLAConfig,
 )
-from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.model import ModelConfig, MoEConfig, without_mup
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, value_of
@@ -62,6 +62,7 @@ def changed_positions(
 
 def resolved(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes set."""
+    model_config = without_mup(model_config)
     shape = ModelShape.of(model_config)
     moe = model_config.moe
     if moe is not None:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanotrain.checkpoint.export_folder import export_folder
-from nanotrain.config.model import ModelConfig
+from nanotrain.config.model import ModelConfig, without_mup
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import (
@@ -86,6 +86,7 @@ def export_weights(
         EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
     companions = companions or Companions()
+    model_config = without_mup(model_config)
     preferred = str(companions.origin_config.get("model_type"))
     family = _choose_family(model_config, family, preferred=preferred)
     contents = _Contents.plan(model_config, FAMILIES[family])

@@ -84,6 +84,7 @@ def other_settings(c: Settings) -> dict[str, bool]:
         "moe_output_norm": moe.output_norm,
         "moe_separate_norms": moe.separate_norms,
         "moe_shortcut": moe.shortcut,
+        "use_mup": model.use_mup,
         "embedding_multiplier": model.embedding_multiplier != 1,
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,
