@@ -75,7 +75,7 @@ class FilesWithExamples:
         """Leave out files without a prompt of Python."""
         found = yield
         if file_path.suffix == ".py" and ">>>" not in file_path.read_text():
-            found = [each for each in found if not isinstance(each, DoctestModule)]
+            found = [item for item in found if not isinstance(item, DoctestModule)]
         return found
 
 

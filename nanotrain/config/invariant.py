@@ -33,12 +33,16 @@ def num_weight_blocks(config: Config) -> int:
 def sharded_sizes(config: Config) -> dict[str, int]:
     """The sizes that tensor parallelism shards, by the name of their field."""
     model = config.model
-    return {
+    sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.query_groups,
         "ffn_hidden_size": model.ffn_size,
         "vocab_size with padding": model.padded_vocab_size,
     }
+    if model.moe is not None and model.moe.shared_expert_intermediate_size:
+        name = "moe_shared_expert_intermediate_size"
+        sizes[name] = model.moe.shared_expert_intermediate_size
+    return sizes
 
 
 def num_position_blocks(config: Config) -> int:

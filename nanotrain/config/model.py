@@ -5,7 +5,7 @@ them: sizes, and the kinds of all layers.
 """
 
 from dataclasses import dataclass, replace
-from math import lcm, sqrt
+from math import lcm
 from typing import Self
 
 from nanotrain.config.layer_kinds import (
@@ -115,39 +115,6 @@ class ModelConfig(ModelFields):
         if self.use_mup:
             scale *= self.mup_embedding_mult
         return self.embedding_multiplier * scale
-
-    @property
-    def score_scale(self) -> float | None:
-        """The factor on the scores of softmax attention; None for 1 / sqrt(channels of a head)."""
-        if self.softmax_scale is not None or not self.use_mup or self.mla is not None:
-            return self.softmax_scale
-        base_scale = sqrt(self.mup_base_head_dim or 1)
-        return base_scale / float(self.head_dim) ** self.mup_attn_scale_power
-
-    @property
-    def logits_divisor(self) -> float:
-        """The divisor of the logits.
-
-        >>> model = ModelConfig(hidden_size=256, use_mup=True, mup_base_hidden_size=64)
-        >>> model.logits_divisor, replace(model, mup_output_mult=0.5).logits_divisor
-        (4.0, 2.0)
-        """
-        if not self.use_mup:
-            return self.logits_scaling
-        is_set = self.mup_output_mult != 1
-        factor = self.mup_output_mult if is_set else 1 / self.width_multiplier
-        return self.logits_scaling / factor
-
-    @property
-    def width_multiplier(self) -> float:
-        """How many times wider the model is than that for which muP's settings were found.
-
-        >>> ModelConfig(hidden_size=256, use_mup=True, mup_base_hidden_size=64).width_multiplier
-        4.0
-        """
-        if not self.use_mup or self.mup_base_hidden_size is None:
-            return 1.0
-        return self.hidden_size / self.mup_base_hidden_size
 
     @property
     def has_rope(self) -> bool:
@@ -480,22 +447,3 @@ class ModelConfig(ModelFields):
     def no_rope_layers(self) -> tuple[bool, ...]:
         """Whether each layer is without rotary positions; a ConfigError for an invalid pattern."""
         return read_layer_pattern("no_rope_freq", self.no_rope_freq, num_layers=self.num_layers)
-
-
-def without_mup(model_config: ModelConfig) -> ModelConfig:
-    """A model that computes the same without muP, whose factors are then those of its settings."""
-    if not model_config.use_mup:
-        return model_config
-    plain = ModelConfig()
-    return replace(
-        model_config,
-        use_mup=plain.use_mup,
-        mup_base_hidden_size=plain.mup_base_hidden_size,
-        mup_base_head_dim=plain.mup_base_head_dim,
-        mup_attn_scale_power=plain.mup_attn_scale_power,
-        mup_embedding_mult=plain.mup_embedding_mult,
-        mup_output_mult=plain.mup_output_mult,
-        softmax_scale=model_config.score_scale,
-        logits_scaling=model_config.logits_divisor,
-        embedding_multiplier=model_config.embedding_multiplier * model_config.mup_embedding_mult,
-    )

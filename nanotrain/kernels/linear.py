@@ -197,10 +197,9 @@ class Linear(nn.Module):
     @property
     def writes_wgrad(self) -> bool:
         """Whether the product writes wgrad to the gradient buffer."""
-        if self.rows is not None:
+        if self.rows is not None or not self.weight.requires_grad:
             return False
-        weight = self.weight
-        return weight.requires_grad and grad_view_of(weight) is not None
+        return grad_view_of(self.weight) is not None
 
     @property
     def used_weight(self) -> Tensor:
@@ -216,9 +215,7 @@ class Linear(nn.Module):
 
     def fprop(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        if self.rows is not None:
-            return F.linear(x, self.used_weight, self.used_bias)
-        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+        return F.linear(x, self.used_weight, self.used_bias)
 
     @property
     def writes_in_graph(self) -> bool:

@@ -23,6 +23,7 @@ from nanotrain.attention.call import largest_logits
 from nanotrain.attention.chunk_kernels import AttentionChunk, WeightDropout
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.mup import score_scale
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import (
     AttentionInputs,
@@ -81,7 +82,7 @@ class HeadAttention(nn.Module):
         self.norm_is_last = model_config.qk_layernorm_after_rope
         self.factor = model_config.attention_output_multiplier
         # the core attention divides scores by the root of the head dim
-        scale = model_config.score_scale
+        scale = score_scale(model_config)
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
         self.scores = LayerScores(model_config, shape, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits

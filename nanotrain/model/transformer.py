@@ -25,6 +25,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.mup import logits_divisor
 from nanotrain.data.batch import Batch
 from nanotrain.model.attention_residuals import AttendStreams, AttentionConnection, EnterBlocks
 from nanotrain.model.context import (
@@ -241,7 +242,7 @@ class Stage(nn.Module):
             self.leave_streams = residual.leave(model_config, end, parallel=parallel)
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             vocabulary = Vocabulary(
-                shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_divisor
+                shape.vocab_size, model_config.final_logit_softcapping, logits_divisor(model_config)
             )
             self.head = Head(
                 declared.get("head.weight"),

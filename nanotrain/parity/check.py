@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded
+from nanotrain.config.mup import width_multiplier
 from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
 from nanotrain.config.schedules import batch_schedule, batch_sizes
 from nanotrain.data.batch import Sample
@@ -212,7 +213,7 @@ def compare(
     grad_scales = {name: max(largest, floor) for name, largest in largest_grads.items()}
     lr = max(config.optim.lr, config.optim.decoupled_lr or 0.0)
     if config.optim.optimizer == "sgd":  # vectors move faster in a wider model
-        lr *= config.model.width_multiplier
+        lr *= width_multiplier(config.model)
     weight_scales = {box.name: lr for box in reference.weights}
     buffer_scales = _largest(reference.buffers)
     grads = [record.grads for record in records]

@@ -15,7 +15,7 @@
 Every rule is a pure function of the configuration, so a report can be reproduced.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -32,13 +32,14 @@ from nanotrain.config.config import (
     TrainConfig,
 )
 from nanotrain.config.model import CompressedAttentionConfig, DSAConfig, ModelConfig, MoEConfig
-from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.mup import width_multiplier
 from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.parallel import MemoryConfig, ParallelConfig
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.schema import ENTRIES, KEYS, flat_values, value_of, with_values
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
+from nanotrain.parity.layers import shrink_layers
 from nanotrain.parity.patterns import shrink_letters, shrink_pattern
 from nanotrain.quantities import round_up
 
@@ -78,7 +79,7 @@ def shrink(
     *,
     num_steps: int,
     keeps_precision: bool = False,
-    layers: int = 2,
+    layers_per_stage: int = 2,
 ) -> Config:
     """Shrink a valid configuration to the smallest model of its structure and layout.
 
@@ -87,7 +88,7 @@ def shrink(
         world_size: ranks of the layout.
         num_steps: number of optimizer steps.
         keeps_precision: whether dtypes stay as configured; else all numbers are fp32.
-        layers: layers of a pipeline stage, plus one if they were uneven.
+        layers_per_stage: layers of a pipeline stage, plus one if they were uneven.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -99,7 +100,9 @@ def shrink(
     if config.train.step_seq_length_schedule:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
-    num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel, per_stage=layers)
+    num_layers, parallel = shrink_layers(
+        config.model.num_layers, config.parallel, per_stage=layers_per_stage
+    )
     data = DataConfig(
         seq_length=seq_length,
         num_workers=0,
@@ -403,7 +406,7 @@ def _widths(config: Config) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "init_method_std": hidden**-0.5,
-        "mup_base_hidden_size": max(1, round(hidden / model.width_multiplier)),
+        "mup_base_hidden_size": max(1, round(hidden / width_multiplier(model))),
         "kv_channels": channels,
         "moe_latent_size": hidden // 2,
         # every rank gets a multiple of 4: rows of 16 bytes in fp32
@@ -459,58 +462,3 @@ def _least_size(config: Config, names: Iterable[str]) -> int:
     unit = parallel.tensor_model_parallel_size
     unit *= parallel.all_to_all_ranks
     return 2 * unit
-
-
-def shrink_layers(
-    num_layers: int, parallel: ParallelConfig, *, per_stage: int = 2
-) -> tuple[int, ParallelConfig]:
-    """Two layers per stage, plus one if they were uneven; stages of a set length keep up to 3.
-
-    >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))[0]
-    8
-    >>> parallel = ParallelConfig(
-    ...     pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7
-    ... )
-    >>> num_layers, small = shrink_layers(61, parallel)
-    >>> num_layers, small.decoder_first_pipeline_num_layers
-    (9, 3)
-    """
-    if parallel.pipeline_model_parallel_layout is not None:
-        lengths = _shrink_stages(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
-        layout = write_pipeline_layout(lengths)
-        return sum(lengths), replace(parallel, pipeline_model_parallel_layout=layout)
-    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    # the virtual stages of a rank share its layers evenly
-    virtual = parallel.num_virtual_stages_per_pipeline_rank
-    first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
-    num_set_ranks = sum(1 for size in ends if size is not None)
-    num_between = (parallel.pipeline_model_parallel_size - num_set_ranks) * virtual
-    num_other_layers = num_layers - sum(size or 0 for size in ends)
-    middle = _layers_between(num_other_layers, num_between, per_stage=per_stage)
-    if counted := sum(parallel.counted_ends):
-        middle = 2 * num_between - counted  # even again with the ends
-    parallel = replace(
-        parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
-    )
-    return middle + (first or 0) + (last or 0), parallel
-
-
-def _shrink_stages(lengths: Sequence[int]) -> list[int]:
-    """Up to 3 layers per stage; at least 1 in stages between the ends.
-
-    Inner stages have none where Megatron-LM would run multi-token prediction.
-    """
-    small = []
-    for index, length in enumerate(lengths):
-        is_end = index in (0, len(lengths) - 1)
-        least = 0 if is_end else 1
-        small.append(min(length, 3) or least)
-    return small
-
-
-def _layers_between(left: int, num_stages: int, *, per_stage: int) -> int:
-    """Layers of the stages without a set length, which have `left` in the full model."""
-    if not num_stages:
-        return 0
-    is_uneven = left % num_stages > 0
-    return min(left, per_stage * num_stages + (1 if is_uneven else 0))

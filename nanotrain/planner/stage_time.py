@@ -211,8 +211,7 @@ class Stages:
         index = int(name)
         if index < num_layers:
             parts = self.times.parts(block_operators(self.sizes, index))
-            if self.config.train.cuda_graph_impl != "none":
-                parts = capture_layer(parts, self.config.train)
+            parts = capture_layer(parts, self.config.train)
             numel = self._count(layer(self._declaration, index))
             again = parts
         else:

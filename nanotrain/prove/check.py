@@ -87,7 +87,8 @@ def prove(config: Config, world_size: int) -> Proof:
     Raises:
         TopologyError: the groups of the layout have no common axes.
     """
-    small = shrink(config, world_size, num_steps=1, layers=_layers_per_stage(config.model))
+    layers_per_stage = _layers_per_stage(config.model)
+    small = shrink(config, world_size, num_steps=1, layers_per_stage=layers_per_stage)
     small = replace(
         small,
         precision=replace(config.precision, fp8=None),

@@ -85,12 +85,8 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
     specs = nest("word", [replace(word, grad_sum_axes=("embed",) if is_at_end else ())])
     if has_positions and shape.num_positions is not None:
         table = declare.weight(shape.num_positions, shape.hidden_size, std=shape.embedding_std)
-        table = replace(
-            table,
-            grad_sum_axes=declare.sequence_axes,
-            needs_whole_matrix=False,
-            follows_width=False,
-        )
+        table = replace(table, needs_whole_matrix=False, follows_width=False)
+        table = replace(table, grad_sum_axes=declare.sequence_axes)
         specs += nest("position", [table])
     return grouped("embedding", specs)
 

@@ -20,6 +20,7 @@ from nanotrain.config.layer_kinds import (
 )
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.model_fields import Normalization
+from nanotrain.config.mup import width_multiplier
 
 
 class Chunks(NamedTuple):
@@ -154,6 +155,7 @@ class ModelShape:
         has_mlp_bias = model_config.add_bias_linear or model_config.add_mlp_bias
         has_wide_qk_norm = model_config.qk_layernorm and model_config.qk_layernorm_across_heads
         has_qk_norm = model_config.qk_layernorm and not model_config.qk_layernorm_across_heads
+        width = width_multiplier(model_config)
         norm_init = 0.0 if model_config.apply_layernorm_1p else 1.0
         # what the configuration itself has under the same name, as a field or a property
         names = [field.name for field in fields(cls) if hasattr(model_config, field.name)]
@@ -174,8 +176,9 @@ class ModelShape:
             has_sink=model_config.softmax_type == "learnable",
             has_output_gate=model_config.attention_output_gate,
             is_tied=not model_config.untie_embeddings_and_output_weights,
-            init_std=model_config.init_method_std / math.sqrt(model_config.width_multiplier),
+            init_std=model_config.init_method_std / math.sqrt(width),
             embedding_std=model_config.init_method_std,
+            width_multiplier=width,
             num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 

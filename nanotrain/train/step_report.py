@@ -252,10 +252,7 @@ class StepReport:
             if value is not None:
                 values[name] = value
         values |= self.output.metrics
-        for name, value in values.items():
-            if not isinstance(value, (int, str)):  # those are JSON as they are
-                values[name] = nan_to_none(value)
-        return values
+        return {name: nan_to_none(value) for name, value in values.items()}
 
 
 class SlowestRank:

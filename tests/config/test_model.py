@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.model import ModelConfig, MoEConfig, without_mup
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.errors import ConfigError
 
 
@@ -56,27 +56,3 @@ def test_the_gated_mlp_is_as_large_as_the_plain_one_rounded_up_to_64(hidden):
     gated = ModelConfig(hidden_size=hidden, activation="swiglu").ffn_size
     assert gated % 64 == 0 and 0 <= gated - 8 * hidden / 3 < 64
     assert ModelConfig(hidden_size=hidden, activation="gelu").ffn_size == 4 * hidden
-
-
-MUP = ModelConfig(hidden_size=256, kv_channels=16, use_mup=True, mup_base_hidden_size=64)
-
-
-def test_factors_of_mup_are_those_of_megatron_lm() -> None:
-    assert MUP.width_multiplier == MUP.logits_divisor == 4
-    assert MUP.score_scale == 1 / 16
-    assert replace(MUP, mup_base_head_dim=16).score_scale == 1 / 4
-    assert replace(MUP, softmax_scale=0.5).score_scale == 0.5
-    assert replace(MUP, mup_output_mult=0.5).logits_divisor == 2
-    assert replace(MUP, mup_embedding_mult=3.0).embedding_scale == 3
-    off = replace(MUP, use_mup=False)
-    assert off.width_multiplier == off.logits_divisor == off.embedding_scale == 1
-    assert off.score_scale is None
-
-
-def test_without_mup_a_model_has_the_same_factors() -> None:
-    model = replace(MUP, mup_embedding_mult=3.0, embedding_multiplier=2.0, scale_embeddings=True)
-    plain = without_mup(model)
-    assert not plain.use_mup
-    for name in ("score_scale", "logits_divisor", "embedding_scale"):
-        assert getattr(plain, name) == getattr(model, name)
-    assert without_mup(plain) is plain

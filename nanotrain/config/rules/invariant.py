@@ -127,8 +127,11 @@ NOT_COMPARED = "no layout was compared with it to the bit"
 
 
 def _balances_microbatches(c: Settings) -> bool:
-    """Whether a balance loss is over other tokens than those of a sequence."""
-    kinds = zip(c.moe.router_load_balancing_type, c.moe.aux_loss_coeff, strict=True)
+    """Whether loads are balanced over other tokens than those of a sequence."""
+    if c.moe.uses_sinkhorn or c.moe.balances_quantiles:
+        return True
+    # numbers of kinds and coefficients that differ are another rule's error
+    kinds = zip(c.moe.router_load_balancing_type, c.moe.aux_loss_coeff, strict=False)
     return any(kind not in ("none", "seq_aux_loss") and coeff > 0 for kind, coeff in kinds)
 
 
@@ -142,7 +145,7 @@ EXPERTS: tuple[Unsupported, ...] = (
     Unsupported(
         "moe_router_load_balancing_type",
         _balances_microbatches,
-        why="its loss is over the tokens of a microbatch, which the layout chooses",
+        why="it balances the tokens of a microbatch, which the layout chooses",
         fix="set --moe-router-load-balancing-type seq_aux_loss, or leave --invariant out",
     ),
     Unsupported(
@@ -151,7 +154,11 @@ EXPERTS: tuple[Unsupported, ...] = (
         why=NOT_COMPARED,
         fix="set --moe-router-score-function softmax or sigmoid, or leave --invariant out",
     ),
-    _leave_out("add_bias_linear", lambda c: c.model.add_bias_linear, why=OTHER_LAYERS),
+    _leave_out(
+        "add_bias_linear",
+        lambda c: c.model.add_bias_linear,
+        why="biases of experts and routers have no invariant form",
+    ),
     _leave_out(
         "moe_hierarchical_dispatch",
         lambda c: c.parallel.moe_hierarchical_dispatch is not None,
@@ -288,7 +295,7 @@ def check_invariant_blocks(c: Settings) -> Errors:
 def _check_token_blocks(c: Settings) -> Errors:
     """Ranks that route whole token blocks."""
     num_blocks = num_token_blocks(c.config)
-    if num_blocks % (c.cp * c.tp) != 0:
+    if num_blocks % c.cp == 0 and num_blocks % (c.cp * c.tp) != 0:
         yield ConfigError(
             f"invariant with tensor_model_parallel_size {c.tp} and experts",
             why=f"a sequence has {count_of(num_blocks, 'block')} of tokens that are routed "

@@ -19,7 +19,8 @@ from nanotrain.config.layer_kinds import (
     LinearAttentionConfig,
     MLAConfig,
 )
-from nanotrain.config.model import ModelConfig, MoEConfig, without_mup
+from nanotrain.config.model import ModelConfig, MoEConfig
+from nanotrain.config.mup import without_mup
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, value_of

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanotrain.checkpoint.export_folder import export_folder
-from nanotrain.config.model import ModelConfig, without_mup
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.mup import without_mup
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import (

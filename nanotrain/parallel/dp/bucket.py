@@ -145,7 +145,7 @@ class Bucket(ParamBucket):
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add one parameter's gradient of one microbatch."""
         self._add(name, grad)
-        self._missing.discard(name)
+        self.mark_ready(name)
 
     def keep_grad(self, name: str, grad: Tensor) -> None:
         """Keep one parameter's gradient of one microbatch until the bucket has memory."""

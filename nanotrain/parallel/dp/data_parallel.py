@@ -73,7 +73,6 @@ class DataParallel(ParamBuffer):
         device: torch.device,
     ) -> None:
         self._grad_dtype = precision.grads
-        self._is_transient = options.strategy.shard_grads  # buckets borrow their memory
         self._num_started = 0  # buckets whose reduction was started in this backward
         self._in_flight: list[Bucket] = []
         self._is_last_microbatch = True
@@ -159,7 +158,7 @@ class DataParallel(ParamBuffer):
         bucket = self._bucket_of[name]
         if grad is None:  # written into the bucket, or none
             bucket.mark_ready(name)
-        elif not self._is_transient or self._may_open(bucket):
+        elif self._may_open(bucket):
             self._prepare_write(bucket)
             bucket.add_grad(name, grad)
         else:

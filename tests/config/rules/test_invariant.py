@@ -48,6 +48,14 @@ def test_what_fits_passes() -> None:
             "which the layout chooses",
         ),
         (
+            {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+            "which the layout chooses",
+        ),
+        (
+            {"num_experts": 4, "add_bias_linear": True},
+            "invariant with add_bias_linear: biases of experts and routers",
+        ),
+        (
             {"num_experts": 4, "tensor_model_parallel_size": 2},
             "invariant with expert_tensor_parallel_size: matrices of experts",
         ),
@@ -62,6 +70,13 @@ def test_what_has_no_form_is_refused(settings: dict[str, Any], text: str) -> Non
     (message,) = messages(**settings)
     assert text in message
     assert "--invariant" in message
+
+
+def test_blocks_divide_shared_experts() -> None:
+    experts = {"num_experts": 4, "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}
+    assert messages(**experts, moe_shared_expert_intermediate_size=64) == []
+    (message,) = messages(**experts, moe_shared_expert_intermediate_size=63)
+    assert "moe_shared_expert_intermediate_size 63" in message
 
 
 def test_ranks_own_whole_blocks() -> None:
