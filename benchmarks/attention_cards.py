@@ -14,8 +14,9 @@ from nanotrain.cli.dry_run import complete
 from nanotrain.comm.device import PLANNED_CUDNN
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
+from nanotrain.planner.attention_kernel import attention_flops_per_s
 from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.kernels import AttentionShape, attention_flops_per_s, attention_s
+from nanotrain.planner.kernels import AttentionShape, attention_s
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.scenario import scenario_of
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from nanotrain.attention.backends import AttentionNeed
 from nanotrain.attention.scan_kernels import CONVOLUTION, chosen_kernel, installed_packages
+from nanotrain.planner.attention_kernel import attention_flops_per_s
 from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
 from nanotrain.planner.kernels import (
     LAUNCH_S,
     AttentionShape,
     Work,
-    attention_flops_per_s,
     attention_s,
     attention_work,
     matmul_s,
@@ -25,7 +25,8 @@ from nanotrain.planner.kernels import (
     roofline_s,
 )
 from nanotrain.planner.parts import Part, Parts
-from nanotrain.planner.rank_clock import RankClock, product_parts
+from nanotrain.planner.product_time import product_parts
+from nanotrain.planner.rank_clock import RankClock
 from nanotrain.planner.sparse_time import (
     compressed_part,
     gathered_blocks_part,

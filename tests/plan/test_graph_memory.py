@@ -9,7 +9,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.memory.cuda_graphs import GraphedPart
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.plan.memory_plan import peak_of, plan_graphs, slots_of, train_schedule
+from nanotrain.plan.graph_memory import plan_graphs, slots_of
+from nanotrain.plan.memory_plan import peak_of, train_schedule
 from nanotrain.plan.saved_bytes import SavedBytes
 from nanotrain.train.run import Run
 from tests import fake_graphs
