@@ -26,6 +26,7 @@ TRAIN_FLOORS = (
     ("evaluate", "fit"),
     ("open_run", "generate"),
     ("phases", "restart"),
+    ("open_and_train",),
     ("main",),
     ("__main__", "spare"),
 )
@@ -67,6 +68,7 @@ RESERVED = {
     "torch.cuda": ("nanotrain/comm/device.py",),
     "os.environ": (
         "nanotrain/train/main.py",
+        "nanotrain/train/spare.py",
         "nanotrain/system.py",
         "nanotrain/cli/",
         "nanotrain/config/compose.py",

@@ -3,32 +3,27 @@
 Each runs on one rank.
 
     argv -> Loaded      without torch, so that mistakes show at once
-         -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
-         -> Plan        groups, parameters, buffers, pipeline schedule of this rank; pure
-         -> Run         on the device, with process groups
-         -> fit
+         -> Start       the device of this rank, checked; the run folder is claimed
+         -> the rest in train/open_and_train.py
 
 A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by
 every rank, so local rank 0 prints first and the other ranks wait: torchrun ends them once it has
 exited. A rank that is still alive after the wait is the only one with the error and prints it.
 """
 
-import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
-from nanotrain.config.rules.check import validate_for_world, validate_start
+from nanotrain.config.rules.check import validate_start
 from nanotrain.errors import (
     INTERRUPTED,
     EnvironmentFault,
@@ -47,14 +42,11 @@ from nanotrain.system import (
     core_limit,
     importing_torch,
     outlive_output,
-    run_program,
     usable_cores,
 )
 
 if TYPE_CHECKING:
-    from nanotrain.comm.generations import Generation
     from nanotrain.report.history import RunHistory
-    from nanotrain.train.checks import Start
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine.
 # If a silent rank exited first, torchrun would end local rank 0 before it prints. When rank 0 has
@@ -95,26 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def stand_by() -> None:
-    """Import what a rank imports, then wait for the start of one, in the place of which it trains.
-
-    The launcher writes it to standard input, as a line of JSON; without one the process ends.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher sends it to all its children
-    _prepare_environment()
-    with importing_torch():
-        import torch._dynamo  # noqa: F401
-
-        from nanotrain.train import open_run, phases, restart  # noqa: F401
-    line = sys.stdin.readline()
-    if not line:
-        return
-    start = json.loads(line)
-    os.environ.update(start["environment"])
-    sys.argv[1:] = start["arguments"]
-    run_program(main)
-
-
 def pretrain(config: Config) -> "RunHistory":
     """Train with a configuration made in Python, in this process: `nanotrain.pretrain(config)`.
 
@@ -148,12 +120,12 @@ def _train(loaded: Loaded) -> None:
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
     loaded = with_recorded_layout(loaded, world_size)
     validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
-    _prepare_environment()
+    prepare_environment()
     with importing_torch():
         from nanotrain.comm.device import set_arithmetic
         from nanotrain.comm.parallel_context import Launch
         from nanotrain.train.checks import Start, run_checks
-        from nanotrain.train.restart import train_with_restarts
+        from nanotrain.train.open_and_train import open_and_train
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
@@ -166,46 +138,7 @@ def _train(loaded: Loaded) -> None:
     set_arithmetic(loaded.config)
     with claimed(RunFolder.of(loaded.config), is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
-        train_with_restarts(
-            loaded.config, launch, train=partial(_open_and_train, loaded, start=start)
-        )
-
-
-def _open_and_train(loaded: Loaded, generation: "Generation | None", *, start: "Start") -> None:
-    """Open the inputs, plan the run, join the groups and train to the end."""
-    from nanotrain.comm.parallel_context import ParallelContext
-    from nanotrain.plan.fitting import require_memory
-    from nanotrain.plan.plan import plan_run
-    from nanotrain.train.inputs import open_inputs
-    from nanotrain.train.phases import largest_memory, train_in_phases
-
-    launch = start.launch
-    world_size = launch.world_size
-    config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
-    if config.parallel.leaves_to_planner(start.device.type):
-        from nanotrain.train.auto_layout import with_planned_settings
-
-        config, inputs = with_planned_settings(
-            config, inputs, start=start, explicit=loaded.explicit
-        )
-        validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
-    memory = largest_memory(
-        config,
-        lambda phase_config: require_memory(
-            phase_config, world_size, device=start.device.type, available=start.available
-        ),
-    )
-    log.info(
-        "%s",
-        memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size),
-    )
-    plan = plan_run(config, world_size, rank=launch.rank)
-    timeout_s = config.parallel.distributed_timeout_minutes * 60
-    with ParallelContext.start(
-        plan.topology, device=config.train.device, timeout_s=timeout_s, generation=generation
-    ) as context:
-        start_logging(coordinates=context.coords_text, is_first=launch.rank == 0)
-        train_in_phases(plan, inputs, context=context, planned=memory)
+        open_and_train(loaded, start=start)
 
 
 @contextmanager
@@ -247,7 +180,7 @@ def _world_size(text: str) -> int:
     return int(text)
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Set variables that libraries read when torch is imported, unless they are set."""
     # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

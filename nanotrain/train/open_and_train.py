@@ -1,0 +1,62 @@
+"""`open_and_train`: from a checked start of this rank to the end of training.
+
+    Loaded -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
+           -> Plan        groups, parameters, buffers, pipeline schedule of this rank; pure
+           -> Run         on the device, with process groups
+           -> fit
+
+All imports are at the top: `train/main.py` imports this file without garbage collection.
+"""
+
+from functools import partial
+
+from nanotrain.comm.generations import Generation
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.load import Loaded
+from nanotrain.config.rules.check import validate_for_world
+from nanotrain.log import get_logger, start_logging
+from nanotrain.plan.fitting import require_memory
+from nanotrain.plan.plan import plan_run
+from nanotrain.train.checks import Start
+from nanotrain.train.inputs import open_inputs
+from nanotrain.train.phases import largest_memory, train_in_phases
+from nanotrain.train.restart import train_with_restarts
+
+log = get_logger("nanotrain.train")
+
+
+def open_and_train(loaded: Loaded, *, start: Start) -> None:
+    """Train to the end of the run, opened again after a fault that this cures."""
+    train = partial(_open_once, loaded, start=start)
+    train_with_restarts(loaded.config, start.launch, train=train)
+
+
+def _open_once(loaded: Loaded, generation: Generation | None, *, start: Start) -> None:
+    """Open the inputs, plan the run, join the groups and train to the end."""
+    launch = start.launch
+    world_size = launch.world_size
+    config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
+    if config.parallel.leaves_to_planner(start.device.type):
+        from nanotrain.train.auto_layout import with_planned_settings
+
+        config, inputs = with_planned_settings(
+            config, inputs, start=start, explicit=loaded.explicit
+        )
+        validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    memory = largest_memory(
+        config,
+        lambda phase_config: require_memory(
+            phase_config, world_size, device=start.device.type, available=start.available
+        ),
+    )
+    log.info(
+        "%s",
+        memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size),
+    )
+    plan = plan_run(config, world_size, rank=launch.rank)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    with ParallelContext.start(
+        plan.topology, device=config.train.device, timeout_s=timeout_s, generation=generation
+    ) as context:
+        start_logging(coordinates=context.coords_text, is_first=launch.rank == 0)
+        train_in_phases(plan, inputs, context=context, planned=memory)
