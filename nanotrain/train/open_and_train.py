@@ -19,7 +19,7 @@ from nanotrain.plan.fitting import require_memory
 from nanotrain.plan.plan import plan_run
 from nanotrain.train.checks import Start
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.phases import largest_memory, train_in_phases
+from nanotrain.train.phases import EarlyEnd, largest_memory, train_in_phases
 from nanotrain.train.restart import train_with_restarts
 
 log = get_logger("nanotrain.train")
@@ -27,11 +27,13 @@ log = get_logger("nanotrain.train")
 
 def open_and_train(loaded: Loaded, *, start: Start) -> None:
     """Train to the end of the run, opened again after a fault that this cures."""
-    train = partial(_open_once, loaded, start=start)
+    train = partial(_open_once, loaded, start=start, early_end=EarlyEnd())
     train_with_restarts(loaded.config, start.launch, train=train)
 
 
-def _open_once(loaded: Loaded, generation: Generation | None, *, start: Start) -> None:
+def _open_once(
+    loaded: Loaded, generation: Generation | None, *, start: Start, early_end: EarlyEnd
+) -> None:
     """Open the inputs, plan the run, join the groups and train to the end."""
     launch = start.launch
     world_size = launch.world_size
@@ -59,4 +61,4 @@ def _open_once(loaded: Loaded, generation: Generation | None, *, start: Start) -
         plan.topology, device=config.train.device, timeout_s=timeout_s, generation=generation
     ) as context:
         start_logging(coordinates=context.coords_text, is_first=launch.rank == 0)
-        train_in_phases(plan, inputs, context=context, planned=memory)
+        train_in_phases(plan, inputs, context=context, planned=memory, early_end=early_end)

@@ -41,6 +41,15 @@ class Phase:
     end: int | None  # the first sample of the next phase; None for the last one
 
 
+@dataclass
+class EarlyEnd:
+    """What ends a run before its last step, kept where the run is built again."""
+
+    # monotonic time from which `exit_duration_in_mins` counts; None: no phase has begun
+    started: float | None = None
+    signal: int | None = None  # received by this rank
+
+
 def largest_memory(config: Config, plan_memory: Callable[[Config], MemoryPlan]) -> MemoryPlan:
     """The memory of the phase that needs the most.
 
@@ -63,7 +72,12 @@ def largest_memory(config: Config, plan_memory: Callable[[Config], MemoryPlan]) 
 
 
 def train_in_phases(
-    plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None = None
+    plan: Plan,
+    inputs: RunInputs,
+    *,
+    context: ParallelContext,
+    planned: MemoryPlan | None = None,
+    early_end: EarlyEnd | None = None,
 ) -> None:
     """Train a run to its end, or until this rank is left out of its layout.
 
@@ -72,18 +86,22 @@ def train_in_phases(
         inputs: open datasets, run folder and checkpoint.
         context: device and process groups of this rank.
         planned: memory of the worst rank, for the summary.
+        early_end: kept by a caller that calls this again after an error; None: not kept.
     """
-    started = time.monotonic()
+    early_end = early_end or EarlyEnd()
+    if early_end.started is None:
+        early_end.started = time.monotonic()
     held: HeldRun | None = None
-    received: int | None = None  # a signal that ends the run
     while True:
         plan, inputs, end = _begin_phase(plan, inputs, context=context)
         with open_run(plan, inputs, context=context, planned=planned) as (run, hooks):
             if held is not None:
                 record(run, held)
-            run.stop.signal = received
-            goes_on = fit(run, hooks, end=end, started=started)
-            received = run.stop.signal
+            run.stop.signal = early_end.signal
+            try:
+                goes_on = fit(run, hooks, end=end, started=early_end.started)
+            finally:
+                early_end.signal = run.stop.signal
             held = hold_state(run) if goes_on and run.stop.successor is not None else None
             checkpoint = run.checkpointer.latest() if goes_on and held is None else None
         del run, hooks  # their memory is free before the next phase is built

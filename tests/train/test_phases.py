@@ -1,6 +1,9 @@
 """Stages of the data that train other parameters: one command line, in several layouts."""
 
+import signal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import step_name
+from nanotrain.train import phases
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.main import main
-from nanotrain.train.phases import phase_at, train_in_phases
-from nanotrain.train.run import TrainState
+from nanotrain.train.phases import EarlyEnd, phase_at, train_in_phases
+from nanotrain.train.run import Run, TrainState
 from tests.harness import run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, steps_of
 
@@ -44,6 +48,34 @@ def train(ctx: ParallelContext, *lines: list[str]) -> None:
         config, inputs = open_inputs(load(arguments_of_run))
         plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
         train_in_phases(plan, inputs, context=ParallelContext.attach(plan.topology))
+
+
+def train_again_after_an_error(ctx: ParallelContext, line: list[str]) -> None:
+    """A step fails after a signal; the run that is opened again heeds the signal, and the clock."""
+    fit, runs, times = phases.fit, list[Run](), list[float | None]()
+
+    def fail_once(run: Run, hooks: Any, *, started: float, **options: Any) -> bool:
+        runs.append(run)
+        times.append(started)
+        if len(runs) == 1:
+            run.stop.signal = signal.SIGTERM
+            raise ValueError("a bit of bad luck")
+        return fit(run, hooks, started=started, **options)
+
+    config, inputs = open_inputs(load(line))
+    plan = plan_run(config, 1, rank=0)
+    train_once = partial(train_in_phases, plan, inputs, early_end=EarlyEnd())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "fit", fail_once)
+        with pytest.raises(ValueError, match="bad luck"):
+            train_once(context=ParallelContext.attach(plan.topology))
+        train_once(context=ParallelContext.attach(plan.topology))
+    assert times[0] == times[1], "its clock goes on"
+    assert runs[1].state.step == 0, "it stops before its next step"
+
+
+def test_what_ends_a_run_early_outlives_an_error(tmp_path: Path) -> None:
+    run_ranks(1, train_again_after_an_error, arguments(tmp_path / "run", STEPS, "--num-workers 0"))
 
 
 def kinds_of(folder: Path, step: int) -> set[str]:
