@@ -6,6 +6,7 @@
 
     StagingBuffers                           the copies in host memory
     BackgroundSave                           the thread of one rank
+    cancel_all                               before this process opens the run once more
     write_report, write_failure,             manifests of single shards, through files in the folder
     wait_for_reports, merge_reports          of the save
     merge_apart                              merges many of them in a separate process
@@ -87,6 +88,7 @@ class BackgroundSave:
     def __init__(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
         self._cancelled = threading.Event()
         self._outcome: Future[Path | None] = Future()
+        _running.add(self)
         # not a pool, whose threads the interpreter waits for at exit
         threading.Thread(
             target=self._run, args=(write,), name="checkpoint-writer", daemon=True
@@ -115,8 +117,10 @@ class BackgroundSave:
         """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has
         succeeded.
         """
-        wait([self._outcome], timeout_s)
-        self._cancelled.set()
+        try:
+            wait([self._outcome], timeout_s)
+        finally:  # the wait may be interrupted by an exception
+            self._cancelled.set()
         return self._outcome.done() and self._outcome.exception() is None
 
     def _run(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
@@ -126,6 +130,18 @@ class BackgroundSave:
             self._outcome.set_exception(storage_fault(error))
         except BaseException as error:  # raised again by `result`, in the training loop
             self._outcome.set_exception(error)
+        finally:
+            _running.discard(self)
+
+
+# those of this process; the next save of a step writes into the same folder
+_running: set[BackgroundSave] = set()
+
+
+def cancel_all() -> None:
+    """Cancel the saves of this process and wait for their threads, which may be writing."""
+    for save in [*_running]:
+        save.cancel()
 
 
 def write_report(folder: Path, shard: Manifest, *, index: int) -> None:

@@ -14,7 +14,7 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 
 from torch.profiler import record_function
@@ -67,10 +67,11 @@ def fit(
             loop.train()
         failed = False
     finally:
-        # after a rank is lost the other reports may never be ready
-        loop.call_after_read(loop.unread.take_ready())
-        for hook in reversed(hooks):
-            hook.close(failed=failed)
+        with ExitStack() as closing:  # all are closed, also where one raises an error
+            for hook in hooks:
+                closing.callback(hook.close, failed=failed)
+            # after a rank is lost the other reports may never be ready
+            loop.call_after_read(loop.unread.take_ready())
     return loop.is_at_end
 
 

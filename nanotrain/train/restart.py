@@ -11,11 +11,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
+from nanotrain.checkpoint.background import cancel_all
 from nanotrain.comm.generations import Generation, Generations
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.comm.process_groups import leave_world
 from nanotrain.config.config import Config
 from nanotrain.log import get_logger
+from nanotrain.waiting import named_wait
 
 log = get_logger(__name__)
 
@@ -60,6 +62,8 @@ def _finishes(generations: Generations, train: Callable[[Generation | None], obj
             log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         _clear_frames(error)
         leave_world()
+        with named_wait("a save that was given up still writes"):
+            cancel_all()  # the next generation saves the same step in the same folder
         return False
     return True
 

@@ -68,6 +68,26 @@ def test_giving_up_waits_no_longer_than_its_timeout_and_cancels() -> None:
     assert save.give_up(0.0)
 
 
+def test_an_interrupted_wait_cancels_the_save_and_no_thread_writes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def until_cancelled(is_cancelled: Callable[[], bool]) -> None:
+        while not is_cancelled():
+            threading.Event().wait(0.001)
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    save = BackgroundSave(until_cancelled)
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(background, "wait", interrupt)
+        save.give_up(60.0)
+    assert save.result() is None, "it was cancelled"
+    nobody_waits = BackgroundSave(until_cancelled)
+    background.cancel_all()
+    assert not nobody_waits.is_running and not background._running
+
+
 A, B = TensorBox("model/a", (8, 4), Box((2, 0), (6, 4))), TensorBox.full("model/b", (3,))
 
 

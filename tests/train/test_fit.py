@@ -154,6 +154,17 @@ def test_an_error_closes_every_hook_and_is_passed_on(tmp_path):
     assert handlers() == before
 
 
+def test_an_error_of_a_hook_that_is_closed_closes_the_others(tmp_path):
+    class Unclosable(Hook):
+        def close(self, *, failed: bool) -> None:
+            raise InterruptedError("while it waits")
+
+    first, last = Spy(), Spy()
+    with small_run(tmp_path, "--train-iters", "1") as run, pytest.raises(InterruptedError):
+        train(run, first, Unclosable(), last)
+    assert first.calls[-1] == last.calls[-1] == "closed"
+
+
 def test_garbage_is_collected_at_agreed_steps_only(tmp_path, monkeypatch):
     collected, was_enabled = [], []
 
