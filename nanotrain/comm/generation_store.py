@@ -2,6 +2,7 @@
 
 Fault       what ended a generation
 Decision    whether the run goes on in the next one; the last rank that joins decides for all
+FinalError  with which the run ends, where a rank or the launcher knows it before ranks join
 
 number          the newest generation
 fault-N         what ended generation N
@@ -10,7 +11,7 @@ N/joined        how many ranks have joined it
 N/decision      the decision on it
 N/left-R        when rank R left it, and the step that it ran then
 N/finished      how many ranks have come to the end of the run in it
-over            the error with which the run ends
+final-error     the error with which the run ends
 """
 
 import json
@@ -71,6 +72,14 @@ class Decision:
         return cls(**values, restart=Restart(fault, **restart))
 
 
+@dataclass(frozen=True)
+class FinalError:
+    """The error of one rank with which the run ends."""
+
+    text: str
+    is_reported: bool = False  # whether that rank has ended, so that nobody waits for its message
+
+
 class GenerationStore:
     """What the ranks and the launcher tell each other, in the store of a job.
 
@@ -91,8 +100,8 @@ class GenerationStore:
         self._store.compare_set(f"fault-{number}", "", json.dumps(asdict(fault)))
         self._store.compare_set("number", str(number), str(number + 1))
 
-    def end_of_rank(self, fault: Fault) -> None:
-        """End the generation in which a rank died; there is none if it had not joined."""
+    def end_generation_of(self, fault: Fault) -> None:
+        """End the generation that a rank joined last, which has died; none if it had not joined."""
         key = f"at-{fault.rank}"
         if self._store.check([key]):
             self.end(int(self._store.get(key)), fault)
@@ -143,13 +152,15 @@ class GenerationStore:
                 left.append((float(time_s), int(step)))
         return left
 
-    def set_over(self, text: str) -> None:
+    def publish_final_error(self, error: FinalError) -> None:
         """Publish that the run ends with the error of a rank."""
-        self._store.set("over", text)
+        self._store.set("final-error", json.dumps(asdict(error)))
 
-    def over(self) -> str:
-        """The error with which the run ends; empty while it goes on."""
-        return self._store.get("over").decode() if self._store.check(["over"]) else ""
+    def final_error(self) -> FinalError | None:
+        """The error with which the run ends; None while it goes on."""
+        if not self._store.check(["final-error"]):
+            return None
+        return FinalError(**json.loads(self._store.get("final-error")))
 
 
 def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts: int) -> Decision:

@@ -31,7 +31,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nanotrain.comm.connections import open_sockets, shut_down_connections
-from nanotrain.comm.generation_store import Decision, Fault, GenerationStore, Restart, decide
+from nanotrain.comm.generation_store import (
+    Decision,
+    Fault,
+    FinalError,
+    GenerationStore,
+    Restart,
+    decide,
+)
 from nanotrain.comm.meeting import meet
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError, ReportedFault
@@ -56,6 +63,10 @@ INTERRUPT = signal.SIGUSR2  # to the main thread of this process, by a thread of
 
 class GenerationEnded(CommunicationFault):
     """The generation of this rank was ended, by another rank or by the launcher."""
+
+
+class ErrorOfAnother(ReportedFault):
+    """This rank ends for another one, by whose end the failure is judged (`runs/verdict.py`)."""
 
 
 class Generations:
@@ -124,8 +135,8 @@ class Generations:
                 return None
             joined = store.num_joined(number)
             wait.what = f"rank {self.rank} waits: {joined} of {self.world_size} ranks have joined"
-            if over := store.over():
-                raise _error_of_another(over)
+            if final := store.final_error():
+                raise _error_of_another(final)
             if wait.is_over:
                 raise EnvironmentFault(
                     f"{joined} of {self.world_size} ranks joined after a fault",
@@ -140,7 +151,7 @@ class Generations:
         if decision.rank == self.rank and self._error is not None:
             return self._error
         if decision.rank >= 0:
-            return _error_of_another(decision.error)
+            return _error_of_another(FinalError(decision.error))
         return EnvironmentFault(
             "no further restart in place",
             why=decision.error,
@@ -158,7 +169,7 @@ class Generations:
         """
         if not generation.explains(error):
             if _ends_run(error) or not (self.is_supervised or _is_own(error)):
-                self.store.set_over(_describe(error))
+                self.store.publish_final_error(FinalError(_describe(error)))
                 raise error
             self._error = error
             generation.end(_describe(error))
@@ -166,10 +177,11 @@ class Generations:
         return self._error is not None
 
 
-def _error_of_another(text: str) -> ReportedFault:
+def _error_of_another(final: FinalError) -> ErrorOfAnother:
     """The error of a rank that ends for another one, once that has had time to report its own."""
-    time.sleep(WAIT_FOR_REPORT_S)  # the launcher ends this rank when the other has ended
-    return ReportedFault("the run ends with the error of another rank", why=text)
+    if not final.is_reported:
+        time.sleep(WAIT_FOR_REPORT_S)  # the launcher ends this rank when the other has ended
+    return ErrorOfAnother("the run ends with the error of another rank", why=final.text)
 
 
 def _ends_run(error: Exception) -> bool:

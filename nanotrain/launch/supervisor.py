@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from nanotrain.comm.generation_store import Fault, GenerationStore
+from nanotrain.comm.generation_store import Fault, FinalError, GenerationStore
 from nanotrain.comm.generations import PREFIX, SUPERVISED
 from nanotrain.errors import EnvironmentFault
 from nanotrain.system import OF_TORCHRUN, describe_exit
@@ -184,21 +184,31 @@ class Supervisor:
             if code is None:
                 continue
             del self.processes[rank]
-            if code and self._may_start_again(code):
+            if not code:
+                continue
+            is_finished = self._store.is_finished(self._num_ranks)
+            if not is_finished and self._may_start_again(code):
                 self._start_again(rank, code)
-            elif code:
-                failed[rank] = code
+                continue
+            failed[rank] = code
+            if not is_finished:
+                self._end_run(rank, code)
         return failed
 
     def _may_start_again(self, code: int) -> bool:
-        is_over = bool(self._stops) or self._store.is_finished(self._num_ranks)
-        return code < 0 and not is_over and self._num_restarts < self._max_restarts
+        return code < 0 and not self._stops and self._num_restarts < self._max_restarts
+
+    def _end_run(self, rank: int, code: int) -> None:
+        """Tell the ranks that are left that the run ends: they would wait for one that is gone."""
+        what = describe_exit(code)
+        self._store.publish_final_error(FinalError(f"rank {rank}: {what}", is_reported=True))
+        self._store.end_generation_of(Fault(rank, what, time.time(), is_death=True))
 
     def _start_again(self, rank: int, code: int) -> None:
         """End the generation of a rank that died, and start it again."""
         self._num_restarts += 1
         what = describe_exit(code)
-        self._store.end_of_rank(Fault(rank, what, time.time(), is_death=True))
+        self._store.end_generation_of(Fault(rank, what, time.time(), is_death=True))
         print(f"rank {rank} is started again: {what}", file=sys.stderr, flush=True)
         self.processes[rank] = self._start(rank)
         self._is_prepared = False

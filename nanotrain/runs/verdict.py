@@ -274,6 +274,8 @@ def machine_fault(evidence: Evidence) -> Verdict | None:
 def lost_collective(evidence: Evidence) -> Verdict | None:
     """A failed collective without a hang report."""
     failure = evidence.first("CommunicationFault", "ReportedFault")
+    if failure is None and not evidence.signals:  # else the rank that a signal ended is the cause
+        failure = evidence.first("ErrorOfAnother")
     if failure is None:
         return None
     return Verdict("restart", "lost_collective", failure.text)

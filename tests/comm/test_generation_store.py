@@ -5,7 +5,13 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from nanotrain.comm.generation_store import Decision, Fault, GenerationStore, decide
+from nanotrain.comm.generation_store import (
+    Decision,
+    Fault,
+    FinalError,
+    GenerationStore,
+    decide,
+)
 
 KILLED = Fault(1, "SIGKILL ended it", 5.0, is_death=True)
 
@@ -61,13 +67,13 @@ def test_a_run_ends_after(faults: Sequence[tuple[Fault, int]], error: str, rank:
 
 def test_the_first_fault_of_a_generation_counts() -> None:
     store = GenerationStore(dist.HashStore())
-    store.end_of_rank(KILLED)
+    store.end_generation_of(KILLED)
     assert store.current() == 0, "the rank had not joined"
     store.join(0, 1)
-    store.end_of_rank(KILLED)
+    store.end_generation_of(KILLED)
     store.end(0, raised(3))
     assert (store.current(), store.fault(0)) == (1, KILLED)
-    store.end_of_rank(KILLED)
+    store.end_generation_of(KILLED)
     assert store.current() == 1, "it died before it joined the next one"
 
 
@@ -77,9 +83,10 @@ def test_what_is_published_is_read_back() -> None:
     decision = history((KILLED, 3))
     store.decide(1, decision)
     assert store.decision(1) == decision
-    assert store.over() == ""
-    store.set_over("ConfigError: wrong")
-    assert store.over() == "ConfigError: wrong"
+    assert store.final_error() is None
+    final = FinalError("ConfigError: wrong")
+    store.publish_final_error(final)
+    assert store.final_error() == final
     for _ in range(2):
         assert not store.is_finished(2)
         store.finish(0)

@@ -12,8 +12,14 @@ import torch.distributed as dist
 
 from nanotrain.comm import generations
 from nanotrain.comm.connections import open_sockets, shut_down_connections
-from nanotrain.comm.generation_store import Fault
-from nanotrain.comm.generations import SUPERVISED, Generation, GenerationEnded, Generations
+from nanotrain.comm.generation_store import Fault, FinalError
+from nanotrain.comm.generations import (
+    SUPERVISED,
+    ErrorOfAnother,
+    Generation,
+    GenerationEnded,
+    Generations,
+)
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import ConfigError, EnvironmentFault, LocalFault, ReportedFault
 
@@ -70,7 +76,7 @@ def test_a_rank_that_died_before_all_had_joined_is_awaited(job: Sequence[Generat
     while job[1].store.num_joined(0) < 1:
         time.sleep(0.01)
     job[1].store._store.set("at-1", "0")  # and dies before it is counted
-    job[1].store.end_of_rank(KILLED)
+    job[1].store.end_generation_of(KILLED)
     (generation,) = join(job[1:])
     waiting.join()
     assert generation.number == 1
@@ -86,6 +92,20 @@ def test_an_error_that_all_ranks_raise_ends_the_run(
     job[1].store.end(0, KILLED)
     with pytest.raises(ReportedFault, match="the error of another rank"):
         job[1].join()
+
+
+def test_a_rank_that_will_not_come_back_is_not_awaited(
+    job: Sequence[Generations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "WAIT_FOR_REPORT_S", JOIN_S)
+    first, _ = join(job)
+    job[0].store.publish_final_error(FinalError("rank 1: SIGKILL ended it", is_reported=True))
+    job[0].store.end_generation_of(KILLED)
+    assert not job[0].leave(first, CommunicationFault("lost"))
+    begun = time.monotonic()
+    with pytest.raises(ErrorOfAnother, match="rank 1: SIGKILL ended it"):
+        job[0].join()
+    assert time.monotonic() - begun < JOIN_S / 2, "its end is known, so its message is there"
 
 
 def test_a_fault_of_one_rank_alone_does_not_end_it(job: Sequence[Generations]) -> None:

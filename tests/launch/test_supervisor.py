@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nanotrain.comm.generation_store import Decision, GenerationStore
+from nanotrain.comm.generation_store import Decision, FinalError, GenerationStore
 from nanotrain.launch.start_ranks import needs_agent, read_options
 from nanotrain.launch.supervisor import RankStarter, Supervisor, rank_environment
 from tests.harness import HANG_S
@@ -73,17 +73,25 @@ def test_a_rank_that_ends_with_a_code_ends_the_others(code: int) -> None:
     ranks = Ranks(r0=[None], r1=[code])
     assert ranks.run() == {1: code}
     assert ranks.started == [0, 1]
+    final = ranks.store.final_error()
+    assert final is not None and f"rank 1: it ended with exit code {code}" in final.text
 
 
 def test_no_rank_is_started_again_after_the_last_restart_a_stop_or_the_end() -> None:
-    assert Ranks(r0=[None], r1=[-9, -9, -9]).run(max_restarts=2) == {1: -9}
-    stopped = Ranks(r0=[0], r1=[-9])
+    final = FinalError("rank 1: SIGSEGV ended it", is_reported=True)
+    limited = Ranks(r0=[None], r1=[-9, -9, -11])
+    assert limited.run(max_restarts=2) == {1: -11}
+    assert limited.store.final_error() == final
+    assert limited.store.current() == 3, "the others wait for nobody in the last generation"
+    stopped = Ranks(r0=[0], r1=[-11])
     stopped.stops.append(signal.SIGTERM)
-    assert stopped.run() == {1: -9}
-    finished = Ranks(r0=[0], r1=[-9])
+    assert stopped.run() == {1: -11}
+    assert (stopped.store.final_error(), stopped.store.current()) == (final, 1)
+    finished = Ranks(r0=[0], r1=[-11])
     for _ in range(2):
         finished.store.finish(0)
-    assert finished.run() == {1: -9}
+    assert finished.run() == {1: -11}
+    assert (finished.store.final_error(), finished.store.current()) == (None, 0)
 
 
 def test_a_spare_process_is_prepared_once_the_ranks_have_met_and_after_every_restart() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from nanotrain.comm.generations import ErrorOfAnother
 from nanotrain.errors import (
     CheckpointError,
     ConfigError,
@@ -142,6 +143,14 @@ CASES = {
         *("stop", "machine_fault", ()),
     ),
     "collective": (failed(ReportedFault("rank 1 ended")), "restart", "lost_collective", ()),
+    "error of another rank": (
+        failed(ErrorOfAnother("the run ends")),
+        *("restart", "lost_collective", ()),
+    ),
+    "SIGBUS after the last restart in place": (
+        replace(ended(2, -7), failures=[error_of(ErrorOfAnother("the run ends"))]),
+        *("stop", "ended_by_signal", ()),
+    ),
     "SIGKILL": (ended(-9, 2), "restart", "ended_by_signal", ("node7",)),
     "SIGSEGV of a job": (ended(job=139), "restart", "ended_by_signal", ("node7",)),
     "SIGBUS": (ended(-7), "stop", "ended_by_signal", ()),
