@@ -224,6 +224,7 @@ class Generation:
         self.store = store
         self.restart = restart
         self.max_restarts = generations.max_restarts
+        self.is_supervised = generations.is_supervised  # whether a rank that dies is started again
         self.connected_s = 0.0  # when the groups were there, in seconds since the epoch
         self.read_step: Callable[[], int] = lambda: 0
         self._generations = generations

@@ -4,7 +4,8 @@
     a rank of this machine ended           --+-->  alarm: its stacks to hang-TIME/rank-N.txt
     a rank of this machine gave an alarm   --+     records of this machine to hang-TIME/host-M.json
                                                    one rank, after GRACE_S: hang-report.txt
-                                                   every rank:              exit code 2
+                                                   every rank:              exit code 2, or with
+                                                   --inprocess-restart the next generation
 
 A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks
 of every machine write files into the run folder, from which the ranks of other machines read; no
@@ -173,15 +174,14 @@ class Watchdog:
                 return
             self._report(reason)
             sys.stdout.flush()
-            self._kill_frozen()
-            self._end_run(reason)
-
-    def _end_run(self, reason: str) -> None:
-        """End this process, or in a job that goes on in place the generation of its groups."""
-        if self._context.generation is None:
-            self._end(EXIT_CODE)
-        else:
-            self._context.generation.end(reason)
+            was_killed = self._kill_frozen()
+            generation = self._context.generation
+            is_gone = was_killed or bool(self._lost())
+            # the agent of torchrun, which starts no single rank, waits for the end of the others
+            if generation is None or (is_gone and not generation.is_supervised):
+                self._end(EXIT_CODE)
+            else:
+                generation.end(reason)
 
     def reason_to_end(self, now: float) -> str:
         """Why the run has to end at `now`, in seconds of a monotonic clock; "" if it may go on."""
@@ -361,15 +361,20 @@ class Watchdog:
         print(message, file=sys.stderr, flush=True)
         write_text(self._hang_folder / WRITTEN, diagnosis.headline)
 
-    def _kill_frozen(self) -> None:
+    def _kill_frozen(self) -> bool:
         """Kill stopped ranks of this machine, which cannot handle torchrun's SIGTERM.
 
-        torchrun would wait 30 s for them.
+        torchrun would wait 30 s for them. Returns whether there was one.
         """
-        for process in self._local:
-            if process.rank != self._rank and state_of(process) == "T":
-                with suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
+        frozen = [
+            process
+            for process in self._local
+            if process.rank != self._rank and state_of(process) == "T"
+        ]
+        for process in frozen:
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+        return bool(frozen)
 
 
 def hang_record(

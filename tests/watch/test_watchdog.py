@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from nanotrain.comm.generations import Generation
 from nanotrain.comm.heartbeat import RECORD_BYTES
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.runs.failures import HangRank, read_hang
@@ -121,6 +124,34 @@ def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason
     assert watchdog.reason_to_end(37.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
     context.heartbeat.begin("checkpoint")
     assert not any(watchdog.reason_to_end(now) for now in (40.0, 400.0))
+
+
+@pytest.mark.parametrize(
+    ("is_supervised", "is_frozen", "ends_process"),
+    [(True, True, False), (False, True, True), (False, False, False)],
+)
+def test_where_ranks_go_on_in_place_a_process_ends_if_nobody_starts_the_lost_one_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_supervised: bool,
+    is_frozen: bool,
+    ends_process: bool,
+) -> None:
+    context, ended = ParallelContext.attach(Topology.of(parallel_config(), 1)), list[object]()
+    generation = SimpleNamespace(
+        has_ended=False, is_supervised=is_supervised, end=lambda what: ended.append(what)
+    )
+    context.generation = cast(Generation, generation)
+    watchdog = Watchdog(context, tmp_path, timeout_s=0.1, end=ended.append)
+    monkeypatch.setattr(watchdog, "_report", str)
+    context.heartbeat.begin("step")
+    with contextmanager(stopped_child)() as process:
+        if is_frozen:
+            watchdog._local.append(process)
+            watchdog._records[1] = memoryview(bytearray(RECORD_BYTES)).cast("q")
+        watchdog._watch()
+    assert (ended == [2]) is ends_process, ended
+    assert len(ended) == 1
 
 
 def stopped_child() -> Iterator[RankProcess]:
