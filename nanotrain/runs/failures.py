@@ -4,6 +4,7 @@ RankFailure       the error that ended a rank, in failures/rank-00003.json
 recording         note the error of a block in the run folder
 HangRecord        the ranks that the others waited for, in hang-report.json
 read_failures, read_hang   both of a folder, without those of an earlier attempt
+remove_hang       once the run has gone on in the same processes
 
 A file of a rank is replaced by that of its next failure. Where all ranks raise one error, the first
 rank notes it; an error of one rank alone is noted by that rank.
@@ -146,6 +147,12 @@ def read_hang(folder: Path, *, since_s: float = 0.0) -> HangRecord | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return record if record.time_s >= since_s else None
+
+
+def remove_hang(folder: Path) -> None:
+    """Remove the record of a hang that was cured, by which a later failure would be judged."""
+    with suppress(OSError):
+        (folder / HANG).unlink()
 
 
 def hosts_of(failures: Sequence[RankFailure]) -> tuple[str, ...]:

@@ -1,7 +1,32 @@
 """Where a restart in place spends its time."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 from nanotrain.comm.generation_store import Fault, Restart
-from nanotrain.train.hooks.restart import seconds_of_restart
+from nanotrain.runs.failures import HangRecord, read_hang
+from nanotrain.train.hooks.restart import FILE, RestartHook, seconds_of_restart
+
+
+def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
+    tmp_path: Path,
+) -> None:
+    HangRecord(10.0, "rank 1 is stopped", ()).write(tmp_path)
+    restart = Restart(Fault(1, "is stopped", 10.0, step=6), noticed_s=10.5, met_s=12.0)
+    generation = SimpleNamespace(number=1, max_restarts=3, restart=restart, connected_s=12.5)
+    control = SimpleNamespace(is_first=True)
+    run: Any = SimpleNamespace(
+        context=SimpleNamespace(generation=generation, control=control),
+        folder=SimpleNamespace(path=tmp_path),
+    )
+    hook = RestartHook()
+    hook.before_training(run)
+    hook.begin_writing(run, step=4)
+    row = json.loads((tmp_path / FILE).read_text())
+    assert (row["step"], row["fault_step"], row["fault"]) == (4, 6, "is stopped")
+    assert read_hang(tmp_path) is None
 
 
 def test_the_parts_of_a_restart_add_up() -> None:
