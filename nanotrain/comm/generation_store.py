@@ -27,11 +27,12 @@ MAX_IDLE = 2  # generations in a row without a new step, before the run ends
 class Fault:
     """What ended a generation."""
 
-    rank: int
-    what: str  # the error, or the signal that ended the rank
+    rank: int  # at fault; another one may have noticed it
+    what: str  # the error, the signal that ended the rank, or the headline of a hang report
     time_s: float  # seconds since the epoch
     step: int = 0  # the running step of that rank; 0 if unknown
     is_death: bool = False  # whether the process of the rank ended
+    is_raised: bool = False  # whether the rank has an exception to end the run with
 
     def is_error_of(self, earlier: "Fault") -> bool:
         """Whether this is the error of an earlier fault, in the same step."""
@@ -58,7 +59,7 @@ class Decision:
     """What the last rank that joins a generation decides for all."""
 
     error: str = ""  # why the run ends; empty where it goes on
-    rank: int = -1  # whose error ends the run; -1: that of no single rank
+    rank: int | None = None  # whose exception ends the run; None: all ranks raise the error
     restart: Restart | None = None  # None in the first generation
 
     @classmethod
@@ -175,10 +176,10 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
     departures = store.departures(number - 1, world_size)
     noticed_s = max([time_s for time_s, _ in departures], default=fault.time_s)
     restart = Restart(fault, noticed_s=noticed_s, met_s=time.time())
+    rank = fault.rank if fault.is_raised else None
     if number > 1 and fault.is_error_of(store.fault(number - 2)):
-        return Decision(f"the same error twice: {fault.text}", fault.rank, restart)
+        return Decision(f"the same error twice: {fault.text}", rank, restart)
     idle = _idle_generations(store, number, world_size=world_size)
-    rank = -1 if fault.is_death else fault.rank
     if idle >= MAX_IDLE:
         return Decision(f"{idle + 1} faults without a new step: {fault.text}", rank, restart)
     if number > max_restarts:

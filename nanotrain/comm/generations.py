@@ -148,9 +148,10 @@ class Generations:
 
     def _final_error(self, decision: Decision) -> Exception:
         """The error with which the run ends on this rank."""
-        if decision.rank == self.rank and self._error is not None:
-            return self._error
-        if decision.rank >= 0:
+        if decision.rank == self.rank:
+            ended = "the process of this rank ended before it could raise its error again"
+            return self._error or LocalFault(ended, why=decision.error)
+        if decision.rank is not None:
             return _error_of_another(FinalError(decision.error))
         return EnvironmentFault(
             "no further restart in place",
@@ -172,7 +173,7 @@ class Generations:
                 self.store.publish_final_error(FinalError(_describe(error)))
                 raise error
             self._error = error
-            generation.end(_describe(error))
+            generation.end(_describe(error), is_raised=True)
         self.store.leave(generation.number, self.rank, step=generation.step)
         return self._error is not None
 
@@ -197,7 +198,7 @@ def _is_own(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:MAX_TEXT]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class Generation:
@@ -270,9 +271,16 @@ class Generation:
                 self._left.set()
                 self._thread.join()
 
-    def end(self, what: str) -> None:
-        """End the generation by a fault of this rank, on all ranks; from any thread."""
-        fault = Fault(self._generations.rank, what, time.time(), step=self.step)
+    def end(self, what: str, *, rank: int | None = None, is_raised: bool = False) -> None:
+        """End the generation on all ranks; from any thread.
+
+        Args:
+            what: the fault, in one line.
+            rank: the rank at fault; None for this one.
+            is_raised: whether it is an exception of this rank, which is kept for the end of a run.
+        """
+        rank = self._generations.rank if rank is None else rank
+        fault = Fault(rank, what[:MAX_TEXT], time.time(), step=self.step, is_raised=is_raised)
         self._generations.store.end(self.number, fault)
 
     def explains(self, error: Exception) -> bool:

@@ -48,7 +48,7 @@ from nanotrain.watch.report import (
 )
 
 REPORT = "hang-report.txt"
-WRITTEN = "written"  # file with the headline, once the report is complete
+WRITTEN = "written"  # file with ranks and headline of the diagnosis, once the report is complete
 ENDED_PHASES = ("finished", "failed")
 MAX_POLL_S = 1.0
 # between two looks for files of other ranks: thousands of ranks look
@@ -124,8 +124,8 @@ class Watchdog:
         self._stopped.set()
         _wait_until(self._lost, GRACE_S)  # a killed process ends a moment later than its sockets
         with self._reporting:
-            headline = self._report(f"{fault.what}: {fault.why}")
-        return fault if headline is None else ReportedFault(headline)
+            diagnosis = self._report(f"{fault.what}: {fault.why}")
+        return fault if diagnosis is None else ReportedFault(diagnosis.headline)
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
@@ -172,7 +172,7 @@ class Watchdog:
         with self._reporting:
             if self._stopped.is_set():  # the main thread reported meanwhile
                 return
-            self._report(reason)
+            diagnosis = self._report(reason) or Diagnosis((), reason)
             sys.stdout.flush()
             was_killed = self._kill_frozen()
             generation = self._context.generation
@@ -181,7 +181,8 @@ class Watchdog:
             if generation is None or (is_gone and not generation.is_supervised):
                 self._end(EXIT_CODE)
             else:
-                generation.end(reason)
+                behind = diagnosis.ranks[0] if diagnosis.ranks else None
+                generation.end("; ".join(diagnosis.headline.splitlines()), rank=behind)
 
     def reason_to_end(self, now: float) -> str:
         """Why the run has to end at `now`, in seconds of a monotonic clock; "" if it may go on."""
@@ -220,8 +221,8 @@ class Watchdog:
                 lost.append(process)
         return lost
 
-    def _report(self, reason: str) -> str | None:
-        """Write the files of this rank and, on one rank, the report; returns its headline.
+    def _report(self, reason: str) -> Diagnosis | None:
+        """Write the files of this rank and, on one rank, the report; returns its diagnosis.
 
         None if the run folder cannot be written.
         """
@@ -229,13 +230,13 @@ class Watchdog:
         try:
             self._write_own_files(reason)
             if not self._is_writer():
-                return self._await_headline() or reason
+                return self._await_diagnosis() or Diagnosis((), reason)
             _wait_until(self._all_have_written, GRACE_S)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
             diagnosis = diagnose(views, self._topology, cut=self._lost_connections())
             self._write_report(reason, diagnosis, views=views)
-            return diagnosis.headline
+            return diagnosis
         except (OSError, EnvironmentFault) as error:
             text = f"error: {reason}; no report: {self._folder} cannot be written: {error}"
             print(text, file=sys.stderr, flush=True)
@@ -252,8 +253,8 @@ class Watchdog:
         collectives = [asdict(collective) for collective in recorded_collectives()]
         write_text(self._file("collectives"), json.dumps(collectives))
 
-    def _await_headline(self) -> str:
-        """The headline of the report that another rank writes; "" if it does not come.
+    def _await_diagnosis(self) -> Diagnosis | None:
+        """The diagnosis of the report that another rank writes; None if it does not come.
 
         It is awaited because torchrun ends all ranks as soon as one has ended.
         """
@@ -261,7 +262,10 @@ class Watchdog:
         _wait_until(written.exists, GRACE_S / 3)
         self._write_records()
         _wait_until(written.exists, 2 * GRACE_S)
-        return written.read_text() if written.exists() else ""
+        if not written.exists():
+            return None
+        values = json.loads(written.read_text())
+        return Diagnosis(tuple(values["ranks"]), values["headline"])
 
     def _write_records(self) -> None:
         """The records of all ranks of this machine; each of its ranks writes the same."""
@@ -339,7 +343,7 @@ class Watchdog:
     def _write_report(
         self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]
     ) -> None:
-        """Write the report file and print its first lines; other ranks wait for the headline."""
+        """Write the report file and print its first lines; other ranks wait for the diagnosis."""
         now = datetime.now(UTC)
         title = [
             f"nanotrain hang report, {now:%Y-%m-%d %H:%M:%S} UTC",
@@ -359,7 +363,8 @@ class Watchdog:
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         message = "\n".join(lines)
         print(message, file=sys.stderr, flush=True)
-        write_text(self._hang_folder / WRITTEN, diagnosis.headline)
+        found = {"ranks": diagnosis.ranks, "headline": diagnosis.headline}
+        write_text(self._hang_folder / WRITTEN, json.dumps(found))
 
     def _kill_frozen(self) -> bool:
         """Kill stopped ranks of this machine, which cannot handle torchrun's SIGTERM.

@@ -14,6 +14,7 @@ from nanotrain.comm.generation_store import (
 )
 
 KILLED = Fault(1, "SIGKILL ended it", 5.0, is_death=True)
+HUNG = Fault(1, "is behind", 5.0, step=6)  # as another rank noticed: rank 1 has no exception
 
 
 def history(*faults: tuple[Fault, int]) -> Decision:
@@ -27,7 +28,7 @@ def history(*faults: tuple[Fault, int]) -> Decision:
 
 
 def raised(step: int, what: str = "ValueError: bad") -> Fault:
-    return Fault(1, what, 5.0, step=step)
+    return Fault(1, what, 5.0, step=step, is_raised=True)
 
 
 def test_the_first_generation_has_nothing_to_decide() -> None:
@@ -54,10 +55,11 @@ def test_a_run_goes_on_after(faults: Sequence[tuple[Fault, int]]) -> None:
 @pytest.mark.parametrize(
     ("faults", "error", "rank"),
     [
-        ([(KILLED, 6)] * 3, "3 faults without a new step: rank 1: SIGKILL ended it", -1),
-        ([(KILLED, 9), (KILLED, 0), (KILLED, 9)], "3 faults without a new step", -1),
+        ([(KILLED, 6)] * 3, "3 faults without a new step: rank 1: SIGKILL ended it", None),
+        ([(KILLED, 9), (KILLED, 0), (KILLED, 9)], "3 faults without a new step", None),
         ([(raised(6), 6)] * 2, "the same error twice: rank 1 in step 6: ValueError: bad", 1),
-        ([(KILLED, step) for step in range(5)], "restart in place 5 of at most 4", -1),
+        ([(KILLED, step) for step in range(5)], "restart in place 5 of at most 4", None),
+        ([(HUNG, 6)] * 2, "the same error twice: rank 1 in step 6: is behind", None),
     ],
 )
 def test_a_run_ends_after(faults: Sequence[tuple[Fault, int]], error: str, rank: int) -> None:

@@ -94,6 +94,21 @@ def test_an_error_that_all_ranks_raise_ends_the_run(
         job[1].join()
 
 
+def test_a_rank_whose_process_ended_after_its_error_reports_it_still(
+    job: Sequence[Generations],
+) -> None:
+    for number in range(2):
+        _, second = join(job)
+        assert job[1].leave(second, ValueError("bad"))
+        job[0].store.leave(number, 0, step=1)
+    job[1]._error = None  # another process
+    with ThreadPoolExecutor(2) as pool:
+        joins = [pool.submit(rank.join) for rank in job]
+    ends = [joined.exception() for joined in joins]
+    assert isinstance(ends[0], ErrorOfAnother) and isinstance(ends[1], LocalFault)
+    assert "the same error twice: rank 1: ValueError: bad" in str(ends[1])
+
+
 def test_a_rank_that_will_not_come_back_is_not_awaited(
     job: Sequence[Generations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
