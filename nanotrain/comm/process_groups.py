@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from nanotrain.comm.device import process_group_device
 from nanotrain.comm.meeting import meet
+from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import UNCONNECTED, Ranks
 from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
@@ -36,7 +37,7 @@ def join_world(
     split from it.
 
     Raises:
-        EnvironmentFault: the ranks do not meet.
+        CommunicationFault: the ranks do not meet, or one died meanwhile.
     """
     backend = dist.get_default_backend_for_device(device)
     bound = device if backend == "nccl" else None
@@ -54,7 +55,7 @@ def join_world(
         if bound is not None:
             _name_ranks(bound, world_size)
     except (RuntimeError, ValueError) as error:
-        raise EnvironmentFault(
+        raise CommunicationFault(
             f"rank {rank} of {world_size} could not join the others over {backend}",
             why=str(error).splitlines()[0],
             fix="check that every rank started and can reach MASTER_ADDR:MASTER_PORT",

@@ -23,6 +23,7 @@ from nanotrain.comm.process_groups import (
     create_control,
     create_groups,
 )
+from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import Topology, partitions
 from tests.harness import parallel_config, ranks
@@ -137,6 +138,17 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     assert backend.options.global_ranks_in_group == [0, 1]
     process_groups.join_world(0, 2, device=torch.device("cpu"), timeout=TIMEOUT)
     assert given["device_id"] is None
+
+
+def test_a_world_that_a_rank_does_not_join_is_a_fault_that_a_restart_may_cure(monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer\n#0 a stack")
+
+    monkeypatch.setattr(dist, "init_process_group", lost)
+    with pytest.raises(CommunicationFault, match="rank 0 of 2 could not join .*closed by peer;"):
+        process_groups.join_world(
+            0, 2, device=torch.device("cpu"), timeout=TIMEOUT, store=dist.HashStore()
+        )
 
 
 class Counted:
