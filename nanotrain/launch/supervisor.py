@@ -73,18 +73,29 @@ class RankStarter:
     def start(self, rank: int) -> Process:
         """Start a rank, in the spare process where one is ready."""
         environment = rank_environment(rank, self._num_ranks, address=self._address)
-        spare = self._spare
-        self._spare = None
-        if spare is not None and spare.poll() is None:
-            assert spare.stdin is not None, "it was opened with a pipe"
-            start = {"environment": environment, "arguments": [*self._program[1:]]}
-            spare.stdin.write(json.dumps(start) + "\n")
-            spare.stdin.close()
+        spare = self._start_in_spare(environment)
+        if spare is not None:
             return spare
         command = [sys.executable, "-u", "-m", *self._program]
         return subprocess.Popen(
             command, env={**self._environment, **environment}, start_new_session=True
         )
+
+    def _start_in_spare(self, environment: Mapping[str, str]) -> Process | None:
+        """Start a rank in the spare process; None if there is none, or it has died."""
+        spare = self._spare
+        self._spare = None
+        if spare is None:
+            return None
+        assert spare.stdin is not None, "it was opened with a pipe"
+        start = {"environment": environment, "arguments": [*self._program[1:]]}
+        try:
+            with spare.stdin as pipe:
+                pipe.write(json.dumps(start) + "\n")
+        except BrokenPipeError:
+            spare.wait()
+            return None
+        return spare
 
     def prepare(self) -> None:
         """Start a spare process, unless there is one."""

@@ -14,7 +14,9 @@ def stand_by() -> None:
 
     The launcher writes it to standard input, as a line of JSON; without one the process ends.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher sends it to all its children
+    # the launcher sends them to all its children; SIGINT ends this one without a traceback
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_environment()
     with importing_torch():
         import torch._dynamo  # noqa: F401
@@ -26,6 +28,7 @@ def stand_by() -> None:
     start = json.loads(line)
     os.environ.update(start["environment"])
     sys.argv[1:] = start["arguments"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_program(main)
 
 

@@ -143,6 +143,18 @@ def test_a_spare_process_takes_the_place_of_a_rank(tmp_path: Path) -> None:
     starter.close()
 
 
+def test_a_spare_process_that_has_died_is_not_used(tmp_path: Path) -> None:
+    starter = RankStarter(
+        ["program"], environment=os.environ, address=("127.0.0.1", 1234), num_ranks=2
+    )
+    starter.prepare()  # there is no such module
+    spare = starter._spare
+    assert spare is not None
+    spare.wait()
+    assert starter._start_in_spare({"RANK": "1"}) is None
+    assert starter._start_in_spare({"RANK": "1"}) is None, "it is tried once"
+
+
 def test_a_rank_has_the_variables_of_torchrun() -> None:
     environment = rank_environment(1, 4, address=("127.0.0.1", 29))
     assert json.dumps(environment)
