@@ -104,6 +104,14 @@ class Generations:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self.timeout)
         return PrefixStore(self._prefix, store)
 
+    def poll_s(self, least_s: float) -> float:
+        """Seconds between two looks of this rank into the store, of which one process serves all.
+
+        Args:
+            least_s: seconds in a small world.
+        """
+        return max(least_s, self.world_size / RANKS_PER_POLL_S)
+
     def join(self) -> "Generation":
         """Wait until all ranks have joined the newest generation.
 
@@ -138,12 +146,13 @@ class Generations:
             if final := store.final_error():
                 raise _error_of_another(final)
             if wait.is_over:
+                cause = f" after fault {number}" if number else ""
                 raise EnvironmentFault(
-                    f"{joined} of {self.world_size} ranks joined after a fault",
+                    f"{joined} of {self.world_size} ranks joined{cause}",
                     why=f"the others did not come within {wait.timeout_s:g} s",
                     fix="start the run again: it goes on from the newest checkpoint",
                 )
-            wait.pause(JOIN_POLL_S)
+            wait.pause(self.poll_s(JOIN_POLL_S))
         return decision
 
     def _final_error(self, decision: Decision) -> Exception:
@@ -233,9 +242,11 @@ class Generation:
         self._ended = threading.Event()
         self._left = threading.Event()
         self._main = threading.current_thread()
-        poll_s = max(POLL_S, generations.world_size / RANKS_PER_POLL_S)
         self._thread = threading.Thread(
-            target=self._watch, args=(poll_s,), name="generation", daemon=True
+            target=self._watch,
+            args=(generations.poll_s(POLL_S),),
+            name="generation",
+            daemon=True,
         )
 
     @property
@@ -295,17 +306,19 @@ class Generation:
 
     def covers(self, error: Exception) -> bool:
         """Whether a restart in place follows a failed collective, so that no rank reports it."""
-        return self.explains(error) or self._generations.is_supervised
+        return self._generations.is_supervised or self.explains(error)
 
     def _has_ended_in_store(self) -> bool:
         return self._generations.store.current() != self.number
 
     def _finish(self) -> None:
+        """Wait until all ranks have come to the end of the run."""
         store = self._generations.store
         store.finish(self.number)
-        while not store.is_finished(self._generations.world_size):
-            if self._ended.wait(timeout=JOIN_POLL_S):
-                raise GenerationEnded("another rank failed after this one had finished")
+        with suppress(dist.DistError):  # the first rank may serve it, and ends once all are there
+            while not store.is_finished(self._generations.world_size):
+                if self._ended.wait(timeout=self._generations.poll_s(JOIN_POLL_S)):
+                    raise GenerationEnded("another rank failed after this one had finished")
 
     def _watch(self, poll_s: float) -> None:
         """Wait for the end of the generation, then end what this rank waits for; on a thread."""

@@ -153,6 +153,24 @@ def test_a_rank_that_has_finished_waits_for_the_others(job: Sequence[Generations
         assert list(pool.map(finish, [first, second])) == [1, 1]
 
 
+def test_a_rank_that_has_finished_may_lose_the_store(
+    job: Sequence[Generations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation, _ = join(job)
+
+    def lost(world_size: int) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(job[0].store, "is_finished", lost)
+    assert finish(generation) == 0, "the rank that serves the store ended first"
+
+
+def test_many_ranks_look_into_the_store_less_often(job: Sequence[Generations]) -> None:
+    assert job[0].poll_s(0.05) == 0.05
+    job[0].world_size = 16_384
+    assert job[0].poll_s(0.05) == pytest.approx(3.3, abs=0.1)
+
+
 def finish(generation: Generation) -> int:
     with generation.watched():
         return generation.number
