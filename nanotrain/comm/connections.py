@@ -24,33 +24,26 @@ def open_sockets() -> dict[str, int]:
     return sockets
 
 
-def shut_down_connections(*, keep: Collection[str]) -> int:
+def shut_down_connections(*, keep: Collection[str]) -> None:
     """Shut down the TCP connections of this process; what waits for one of them fails.
 
     Sockets that accept connections are left: gloo ends the process where one of them fails.
 
     Args:
         keep: inodes of sockets that are left, as `open_sockets` returns them.
-
-    Returns:
-        The number of connections that were shut down.
     """
-    number = 0
     for inode, descriptor in open_sockets().items():
         if inode in keep:
             continue
         with suppress(OSError):  # closed meanwhile, not connected, or of another kind
-            if _shut_down(os.dup(descriptor)):
-                number += 1
-    return number
+            _shut_down(os.dup(descriptor))
 
 
-def _shut_down(descriptor: int) -> bool:
-    """Shut down a connection; False for other sockets. The descriptor is closed."""
+def _shut_down(descriptor: int) -> None:
+    """Shut down a connection, and leave other sockets. The descriptor is closed."""
     with socket.socket(fileno=descriptor) as connection:
         is_tcp = connection.type == socket.SOCK_STREAM
         if not is_tcp or connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
+            return
         connection.getpeername()  # fails unless it is connected
         connection.shutdown(socket.SHUT_RDWR)
-    return True

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 
-MAX_IDLE = 2  # generations in a row without a new step, before the run ends
+# generations in a row without a new step, before the run ends; as of whole starts, but that file
+# is no part of a training (`runs/verdict.py`)
+MAX_IDLE_RESTARTS = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class Decision:
             return cls(**values)
         fault = Fault(**restart.pop("fault"))
         return cls(**values, restart=Restart(fault, **restart))
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A rank left a generation that had ended."""
+
+    time_s: float  # seconds since the epoch
+    step: int  # its running step
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,8 @@ class GenerationStore:
 
     def leave(self, number: int, rank: int, *, step: int) -> None:
         """Note when a rank left a generation that ended, and its running step."""
-        self._store.set(f"{number}/left-{rank}", json.dumps([time.time(), step]))
+        departure = Departure(time.time(), step)
+        self._store.set(f"{number}/left-{rank}", json.dumps(asdict(departure)))
 
     def decide(self, number: int, decision: Decision) -> None:
         """Publish the decision of the last rank that joined."""
@@ -143,14 +154,13 @@ class GenerationStore:
         """The fault of a generation that has ended."""
         return Fault(**json.loads(self._store.get(f"fault-{number}")))
 
-    def departures(self, number: int, world_size: int) -> list[tuple[float, int]]:
-        """When ranks left a generation, and their running steps; without ranks that died."""
+    def departures(self, number: int, world_size: int) -> list[Departure]:
+        """How ranks left a generation; without ranks that died."""
         left = []
         for rank in range(world_size):
             key = f"{number}/left-{rank}"
             if self._store.check([key]):
-                time_s, step = json.loads(self._store.get(key))
-                left.append((float(time_s), int(step)))
+                left.append(Departure(**json.loads(self._store.get(key))))
         return left
 
     def publish_final_error(self, error: FinalError) -> None:
@@ -168,19 +178,19 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
     """Decide whether the run goes on in a generation that all ranks have joined.
 
     It ends where the same error came twice in one step, which points to code or data; where
-    `MAX_IDLE` generations in a row made no new step; and after `max_restarts`.
+    `MAX_IDLE_RESTARTS` generations in a row made no new step; and after `max_restarts`.
     """
     if number == 0:
         return Decision()
     fault = store.fault(number - 1)
     departures = store.departures(number - 1, world_size)
-    noticed_s = max([time_s for time_s, _ in departures], default=fault.time_s)
+    noticed_s = max([departure.time_s for departure in departures], default=fault.time_s)
     restart = Restart(fault, noticed_s=noticed_s, met_s=time.time())
     rank = fault.rank if fault.is_raised else None
     if number > 1 and fault.is_error_of(store.fault(number - 2)):
         return Decision(f"the same error twice: {fault.text}", rank, restart)
     idle = _idle_generations(store, number, world_size=world_size)
-    if idle >= MAX_IDLE:
+    if idle >= MAX_IDLE_RESTARTS:
         return Decision(f"{idle + 1} faults without a new step: {fault.text}", rank, restart)
     if number > max_restarts:
         error = f"restart in place {number} of at most {max_restarts}: {fault.text}"
@@ -193,7 +203,7 @@ def _idle_generations(store: GenerationStore, number: int, *, world_size: int) -
     reached = []
     for earlier in range(number):
         departures = store.departures(earlier, world_size)
-        reached.append(max([step for _, step in departures], default=0))
+        reached.append(max([departure.step for departure in departures], default=0))
     idle = 0
     while idle < number - 1 and reached[number - 1 - idle] <= max(reached[: number - 1 - idle]):
         idle += 1

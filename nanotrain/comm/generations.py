@@ -14,7 +14,8 @@ The store outlives every rank: the launcher serves it (under `torchrun` its agen
 rank, which may then only raise an error and not die).
 
 Source: the in-process restart of NVIDIA's resiliency extension, `--inprocess-restart` in
-Megatron-LM, from which the words and settings come.
+Megatron-LM, from which the settings come. A generation is an iteration there, a word that is taken
+by the training steps.
 """
 
 import os
@@ -168,23 +169,28 @@ class Generations:
             fix="find the cause; the same command goes on from the newest checkpoint",
         )
 
-    def leave(self, generation: "Generation", error: Exception) -> bool:
-        """End a generation after an error, unless it has ended.
+    @property
+    def has_own_error(self) -> bool:
+        """Whether this rank left its last generation with an error of its own."""
+        return self._error is not None
 
-        Returns:
-            Whether the error is this rank's own.
+    def leave(self, generation: "Generation", error: Exception) -> None:
+        """Leave a generation after an error, and end it unless it has ended.
 
         Raises:
             Exception: the error itself, where the run ends with it.
         """
-        if not generation.explains(error):
-            if _ends_run(error) or not (self.is_supervised or _is_own(error)):
-                self.store.publish_final_error(FinalError(_describe(error)))
-                raise error
+        if not generation.wait_for_end(error):
+            self._require_restart(error)
             self._error = error
             generation.end(_describe(error), is_raised=True)
         self.store.leave(generation.number, self.rank, step=generation.step)
-        return self._error is not None
+
+    def _require_restart(self, error: Exception) -> None:
+        """Raise an error with which the run ends, and publish it."""
+        if _ends_run(error) or not (self.is_supervised or _is_own(error)):
+            self.store.publish_final_error(FinalError(_describe(error)))
+            raise error
 
 
 def _error_of_another(final: FinalError) -> ErrorOfAnother:
@@ -294,8 +300,8 @@ class Generation:
         fault = Fault(rank, what[:MAX_TEXT], time.time(), step=self.step, is_raised=is_raised)
         self._generations.store.end(self.number, fault)
 
-    def explains(self, error: Exception) -> bool:
-        """Whether an error follows from the end of the generation, which may come after it."""
+    def wait_for_end(self, error: Exception) -> bool:
+        """Wait for the end of the generation from which an error follows; False if it goes on."""
         timeout_s = WAIT_AFTER_OTHERS_S if _is_own(error) else WAIT_FOR_END_S
         deadline = time.monotonic() + timeout_s
         while not self._has_ended_in_store():
@@ -304,9 +310,12 @@ class Generation:
             time.sleep(JOIN_POLL_S)
         return True
 
-    def covers(self, error: Exception) -> bool:
-        """Whether a restart in place follows a failed collective, so that no rank reports it."""
-        return self._generations.is_supervised or self.explains(error)
+    def wait_for_restart(self, error: Exception) -> bool:
+        """Wait until it is known that a restart in place follows a failed collective.
+
+        False if it ends the run, so that a rank has to report it.
+        """
+        return self.is_supervised or self.wait_for_end(error)
 
     def _has_ended_in_store(self) -> bool:
         return self._generations.store.current() != self.number

@@ -13,7 +13,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ from torch.distributed.run import (
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.meeting import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.launch.supervisor import LOCAL, RankStarter, open_local_store, supervise
+from nanotrain.launch.supervisor import LOCAL, open_local_store, supervise
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.scheduler import require_one_launcher
 from nanotrain.system import (
@@ -101,9 +100,18 @@ def start_ranks(
     require_host_memory(num_local)
     environment.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_local)))
     with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
-        if max_restarts_in_place and not needs_agent(args, options):
+        why_agent = reason_for_agent(args, options) if max_restarts_in_place else ""
+        if why_agent:
+            print(
+                f"--inprocess-restart {why_agent}: torchrun's agent starts the ranks, and ends all "
+                "of them where one dies; errors that a rank raises are restarted in place",
+                file=sys.stderr,
+                flush=True,
+            )
+        elif max_restarts_in_place:
             failed = supervise(
-                partial(RankStarter, program, environment=environment, num_ranks=num_local),
+                program,
+                environment=environment,
                 port=int(args.rdzv_endpoint.rpartition(":")[2]),
                 num_ranks=num_local,
                 max_restarts=max_restarts_in_place,
@@ -113,19 +121,12 @@ def start_ranks(
         return run_ranks(args, stops, on_failure=on_failure)
 
 
-def needs_agent(args: Namespace, options: Sequence[str]) -> bool:
-    """Whether only torchrun's agent can start the ranks: on several machines, or by its options."""
+def reason_for_agent(args: Namespace, options: Sequence[str]) -> str:
+    """Why only torchrun's agent can start the ranks; empty if it need not."""
     own = [option.partition("=")[0] for option in options if option.startswith(AGENT_OPTIONS)]
-    if args.rdzv_backend == LOCAL_BACKEND and not own:
-        return False
-    why = f"with {', '.join(own)}" if own else "on several machines"
-    print(
-        f"--inprocess-restart {why}: torchrun's agent starts the ranks, and ends all of them where "
-        "one dies; errors that a rank raises are restarted in place",
-        file=sys.stderr,
-        flush=True,
-    )
-    return True
+    if own:
+        return f"with {', '.join(own)}"
+    return "" if args.rdzv_backend == LOCAL_BACKEND else "on several machines"
 
 
 def _end_of_job(

@@ -35,10 +35,6 @@ SPARE = "spare"  # module beside the program that waits to become a rank
 class Process(Protocol):
     """A rank, as `subprocess.Popen`."""
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
 
@@ -244,8 +240,9 @@ class Supervisor:
 
 
 def supervise(
-    starter: Callable[..., RankStarter],
+    program: Sequence[str],
     *,
+    environment: Mapping[str, str],
     port: int,
     num_ranks: int,
     max_restarts: int,
@@ -254,7 +251,8 @@ def supervise(
     """Run the ranks of this machine, which meet at a store of this process.
 
     Args:
-        starter: makes the starter of ranks, from the `address` of the store.
+        program: as for `RankStarter`.
+        environment: as for `RankStarter`.
         port: port of the store; 0 is a free one.
         num_ranks: ranks of the job.
         max_restarts: as for `Supervisor`.
@@ -274,7 +272,9 @@ def supervise(
             why=os.strerror(error.errno or 0),
             fix="leave --master-port out",
         ) from None
-    ranks = starter(address=(LOCAL, store.port))
+    ranks = RankStarter(
+        program, environment=environment, address=(LOCAL, store.port), num_ranks=num_ranks
+    )
     supervisor = Supervisor(
         GenerationStore(PrefixStore(PREFIX, store)),
         num_ranks,

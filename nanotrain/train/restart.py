@@ -58,7 +58,8 @@ def _finishes(generations: Generations, train: Callable[[Generation | None], obj
         with generation.watched():
             train(generation)
     except Exception as error:
-        if generations.leave(generation, error):
+        generations.leave(generation, error)
+        if generations.has_own_error:
             log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         _clear_frames(error)
         leave_world()

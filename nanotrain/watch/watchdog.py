@@ -432,7 +432,7 @@ def watch_ranks(
         try:
             yield
         except CommunicationFault as fault:
-            if context.generation is not None and context.generation.covers(fault):
+            if context.generation is not None and context.generation.wait_for_restart(fault):
                 watchdog.stop(phase="failed")
                 raise
             explained = watchdog.explain(fault)

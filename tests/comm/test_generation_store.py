@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
+from nanotrain.comm import generation_store
 from nanotrain.comm.generation_store import (
     Decision,
     Fault,
@@ -12,6 +13,7 @@ from nanotrain.comm.generation_store import (
     GenerationStore,
     decide,
 )
+from nanotrain.runs import verdict
 
 KILLED = Fault(1, "SIGKILL ended it", 5.0, is_death=True)
 HUNG = Fault(1, "is behind", 5.0, step=6)  # as another rank noticed: rank 1 has no exception
@@ -29,6 +31,10 @@ def history(*faults: tuple[Fault, int]) -> Decision:
 
 def raised(step: int, what: str = "ValueError: bad") -> Fault:
     return Fault(1, what, 5.0, step=step, is_raised=True)
+
+
+def test_a_run_without_a_new_step_ends_as_soon_in_place_as_by_whole_starts() -> None:
+    assert generation_store.MAX_IDLE_RESTARTS == verdict.MAX_IDLE_RESTARTS
 
 
 def test_the_first_generation_has_nothing_to_decide() -> None:

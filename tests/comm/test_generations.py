@@ -62,8 +62,9 @@ def test_ranks_meet_again_after_an_error_of_one(job: Sequence[Generations]) -> N
     first, second = join(job)
     assert (first.number, first.restart) == (0, None)
     second.connected(lambda: 7)
-    assert job[1].leave(second, ValueError("bad")), "its own error"
-    assert not job[0].leave(first, CommunicationFault("lost")), "an error of the other rank"
+    job[1].leave(second, ValueError("bad"))
+    job[0].leave(first, CommunicationFault("lost"))
+    assert (job[0].has_own_error, job[1].has_own_error) == (False, True)
     again, _ = join(job)
     assert again.number == 1 and again.restart is not None
     assert again.restart.fault.text == "rank 1 in step 7: ValueError: bad"
@@ -99,7 +100,7 @@ def test_a_rank_whose_process_ended_after_its_error_reports_it_still(
 ) -> None:
     for number in range(2):
         _, second = join(job)
-        assert job[1].leave(second, ValueError("bad"))
+        job[1].leave(second, ValueError("bad"))
         job[0].store.leave(number, 0, step=1)
     job[1]._error = None  # another process
     with ThreadPoolExecutor(2) as pool:
@@ -116,7 +117,7 @@ def test_a_rank_that_will_not_come_back_is_not_awaited(
     first, _ = join(job)
     job[0].store.publish_final_error(FinalError("rank 1: SIGKILL ended it", is_reported=True))
     job[0].store.end_generation_of(KILLED)
-    assert not job[0].leave(first, CommunicationFault("lost"))
+    job[0].leave(first, CommunicationFault("lost"))
     begun = time.monotonic()
     with pytest.raises(ErrorOfAnother, match="rank 1: SIGKILL ended it"):
         job[0].join()
@@ -125,7 +126,8 @@ def test_a_rank_that_will_not_come_back_is_not_awaited(
 
 def test_a_fault_of_one_rank_alone_does_not_end_it(job: Sequence[Generations]) -> None:
     first, _ = join(job)
-    assert job[0].leave(first, LocalFault("rank 0 ran out of memory"))
+    job[0].leave(first, LocalFault("rank 0 ran out of memory"))
+    assert job[0].has_own_error and job[0].store.current() == 1
 
 
 def test_the_end_of_a_generation_fails_what_waits_for_another_rank(
@@ -184,7 +186,7 @@ def test_connections_are_shut_down_but_those_that_are_kept_and_listening_ones() 
         other = socket.create_connection(server.getsockname())
         other_peer, _ = server.accept()
         pair = socket.socketpair()
-        assert shut_down_connections(keep=inodes) == 2  # both ends are of this process
+        shut_down_connections(keep=inodes)
         assert other.recv(1) == b"" and other_peer.recv(1) == b""
         kept.send(b"x")
         pair[0].send(b"y")

@@ -29,8 +29,12 @@ class RestartHook(Hook):
         if generation is None or generation.restart is None or not run.context.control.is_first:
             return
         restart = generation.restart
-        times = (generation.connected_s, self._built_s, time.time())
-        seconds = seconds_of_restart(restart, times=times)
+        seconds = seconds_of_restart(
+            restart,
+            connected_s=generation.connected_s,
+            built_s=self._built_s,
+            stepped_s=time.time(),
+        )
         total_s = sum(seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         log.info(
@@ -58,21 +62,25 @@ class RestartHook(Hook):
             write_all(file, json.dumps(row).encode() + b"\n")
 
 
-def seconds_of_restart(restart: Restart, *, times: tuple[float, float, float]) -> dict[str, float]:
+def seconds_of_restart(
+    restart: Restart, *, connected_s: float, built_s: float, stepped_s: float
+) -> dict[str, float]:
     """Where a restart spent its time, from the fault to the first step.
 
-    Clocks of machines differ, so a part that would be negative is 0.
+    Clocks of machines differ, so a part that would be negative is 0. Times are in seconds since the
+    epoch.
 
     Args:
         restart: the fault, and when ranks noticed it and met.
-        times: when the groups, the state and the first step were there, in seconds since the epoch.
+        connected_s: when the groups were there.
+        built_s: when the state was there.
+        stepped_s: when the first step was done.
     """
-    groups_s, loaded_s, stepped_s = times
     borders = {
         "notice": restart.noticed_s,
         "agree": restart.met_s,
-        "groups": groups_s,
-        "load": loaded_s,
+        "groups": connected_s,
+        "load": built_s,
         "first step": stepped_s,
     }
     seconds = {}

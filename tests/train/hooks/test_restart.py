@@ -31,7 +31,7 @@ def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
 
 def test_the_parts_of_a_restart_add_up() -> None:
     restart = Restart(Fault(1, "SIGKILL ended it", 10.0), noticed_s=10.5, met_s=12.0)
-    seconds = seconds_of_restart(restart, times=(12.25, 13.0, 15.0))
+    seconds = seconds_of_restart(restart, connected_s=12.25, built_s=13.0, stepped_s=15.0)
     assert seconds == {
         "notice": 0.5,
         "agree": 1.5,
@@ -43,6 +43,6 @@ def test_the_parts_of_a_restart_add_up() -> None:
 
 def test_a_clock_that_is_behind_takes_no_time() -> None:
     restart = Restart(Fault(1, "SIGKILL ended it", 10.0), noticed_s=9.0, met_s=12.0)
-    seconds = seconds_of_restart(restart, times=(11.0, 13.0, 14.0))
+    seconds = seconds_of_restart(restart, connected_s=11.0, built_s=13.0, stepped_s=14.0)
     assert seconds["notice"] == seconds["groups"] == 0.0
     assert sum(seconds.values()) == 4.0
