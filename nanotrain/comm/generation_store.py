@@ -111,11 +111,16 @@ class GenerationStore:
         self._store.compare_set(f"fault-{number}", "", json.dumps(asdict(fault)))
         self._store.compare_set("number", str(number), str(number + 1))
 
+    def generation_of(self, rank: int) -> int | None:
+        """The generation that a rank joined last; None if it has joined none."""
+        key = f"at-{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
     def end_generation_of(self, fault: Fault) -> None:
         """End the generation that a rank joined last, which has died; none if it had not joined."""
-        key = f"at-{fault.rank}"
-        if self._store.check([key]):
-            self.end(int(self._store.get(key)), fault)
+        number = self.generation_of(fault.rank)
+        if number is not None:
+            self.end(number, fault)
 
     def is_finished(self, world_size: int) -> bool:
         """Whether all ranks have finished the newest generation."""

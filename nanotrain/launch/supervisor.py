@@ -138,7 +138,8 @@ class Supervisor:
         store: part of the store that the ranks of this job use for their generations.
         num_ranks: ranks of the job.
         start: starts a rank.
-        max_restarts: ranks that are started again.
+        max_restarts: restarts in place after which a death ends the run; several ranks that die in
+            one generation are one.
         stops: signals that were sent on to the ranks, filled while they run; after one no rank is
             started again.
         prepare: called once all ranks have met, again after every restart.
@@ -162,6 +163,8 @@ class Supervisor:
         self._prepare = prepare
         self._is_prepared = False
         self._num_restarts = 0
+        self._ended: set[int] = set()  # generations in which a rank died
+        self._died_in: dict[int, int | None] = {}  # generation of the last death of a rank
         self.processes: dict[int, Process] = {}
 
     def run(self) -> dict[int, int]:
@@ -194,7 +197,7 @@ class Supervisor:
             if not code:
                 continue
             is_finished = self._store.is_finished(self._num_ranks)
-            if not is_finished and self._may_start_again(code):
+            if not is_finished and self._may_start_again(rank, code):
                 self._start_again(rank, code)
                 continue
             failed[rank] = code
@@ -202,8 +205,24 @@ class Supervisor:
                 self._end_run(rank, code)
         return failed
 
-    def _may_start_again(self, code: int) -> bool:
-        return code < 0 and not self._stops and self._num_restarts < self._max_restarts
+    def _may_start_again(self, rank: int, code: int) -> bool:
+        is_within = self._num_restarts < self._max_restarts or not self._is_new_fault(rank)
+        return code < 0 and not self._stops and is_within
+
+    def _is_new_fault(self, rank: int) -> bool:
+        """Whether the death of a rank is the first of its generation, or came before it joined."""
+        number = self._store.generation_of(rank)
+        has_joined = number is not None and number != self._died_in.get(rank)
+        return not has_joined or number not in self._ended
+
+    def _count_restart(self, rank: int) -> None:
+        """Count the restart of a rank that died."""
+        if self._is_new_fault(rank):
+            self._num_restarts += 1
+        number = self._store.generation_of(rank)
+        self._died_in[rank] = number
+        if number is not None:
+            self._ended.add(number)
 
     def _end_run(self, rank: int, code: int) -> None:
         """Tell the ranks that are left that the run ends: they would wait for one that is gone."""
@@ -213,7 +232,7 @@ class Supervisor:
 
     def _start_again(self, rank: int, code: int) -> None:
         """End the generation of a rank that died, and start it again."""
-        self._num_restarts += 1
+        self._count_restart(rank)
         what = describe_exit(code)
         self._store.end_generation_of(Fault(rank, what, time.time(), is_death=True))
         print(f"rank {rank} is started again: {what}", file=sys.stderr, flush=True)

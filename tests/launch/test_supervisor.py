@@ -39,9 +39,11 @@ class Ranks:
         self.codes = {int(name[1:]): list(values) for name, values in codes.items()}
         self.started: list[int] = []
         self.stops: list[int] = []
+        self.joins = True
 
     def start(self, rank: int) -> StandIn:
-        self.store.join(self.store.current(), rank)
+        if self.joins:
+            self.store.join(self.store.current(), rank)
         self.started.append(rank)
         return StandIn(self.codes[rank].pop(0), polls=len(self.started))
 
@@ -64,6 +66,19 @@ def test_a_rank_that_a_signal_ended_is_started_again_alone(capfd: pytest.Capture
     fault = ranks.store.fault(1)
     assert (fault.rank, fault.what, fault.is_death) == (1, "SIGSEGV ended it", True)
     assert "rank 1 is started again: SIGKILL ended it" in capfd.readouterr().err
+
+
+def test_ranks_that_die_in_one_generation_are_one_restart() -> None:
+    ranks = Ranks(r0=[-9, 0], r1=[-9, 0], r2=[-9, 0])
+    assert ranks.run(max_restarts=1) == {}
+    assert ranks.started == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_rank_that_dies_before_it_joins_is_started_again_only_so_often() -> None:
+    ranks = Ranks(r0=[None], r1=[-9, -9, -9, -9])
+    ranks.joins = False
+    assert ranks.run(max_restarts=2) == {1: -9}
+    assert ranks.started == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("code", [1, 2])
