@@ -3,6 +3,8 @@
     to_grid        values in units of a grid, rounded; such values are integers
     exact_sum      their sum in fp64: exact, so that any order and any split has the same bits
     square_bins    the squares of numbers in bins of fp64, each summed exactly; `join_bins`
+    product_bins   products of numbers, likewise
+    in_one_form    an operand of a product, whose bits then depend on its shape alone
     tree_sum       a binary tree over blocks in their order; a rank owns an aligned subtree
 
 A sum of integers in fp64 is exact in any order while the sum of their absolute values is below
@@ -33,6 +35,16 @@ HALF_OF_53_BITS = 1.5 * 2.0**52
 VECTOR_ELEMENTS = 64
 ALIGNMENT = 64  # bytes: a cache line; torch's allocations start at multiples of it
 SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
+
+
+def in_one_form(operand: Tensor) -> Tensor:
+    """A product's operand, contiguous from an aligned address on.
+
+    The kernel, and with it the bits, can depend on strides and on where a tensor begins.
+    """
+    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
+        return operand
+    return operand.clone(memory_format=torch.contiguous_format)
 
 
 def to_grid(values: Tensor) -> Tensor:
@@ -82,20 +94,37 @@ def square_bins(values: Tensor) -> Tensor:
     """[bins] fp64, exact sums of the parts of the squares of flat values, in fp32 or wider."""
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=values.device)
     for chunk in values.split(SQUARES_AT_ONCE):
-        rest = chunk.float().double().square_()  # 48 bits, exact
-        for index, grid in enumerate(SQUARE_GRIDS):
-            part = on_grid(rest, grid)
-            total[index] += part.sum()
-            rest = rest - part
+        _add_in_bins(chunk.float().double().square_(), total)
     return total
 
 
+def product_bins(left: Tensor, right: Tensor) -> Tensor:
+    """[bins] fp64, exact sums of the parts of products of flat fp64 values of fp32 precision."""
+    total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=left.device)
+    for a, b in zip(left.split(SQUARES_AT_ONCE), right.split(SQUARES_AT_ONCE), strict=True):
+        _add_in_bins(a * b, total)
+    return total
+
+
+def _add_in_bins(products: Tensor, total: Tensor) -> None:
+    """Add products of two fp32 numbers, which 48 bits hold exactly, to their bins [bins]."""
+    rest = products
+    for index, grid in enumerate(SQUARE_GRIDS):
+        part = on_grid(rest, grid)
+        total[index] += part.sum()
+        rest = rest - part
+
+
 def join_bins(bins: Tensor) -> Tensor:
-    """The sum of bins from the finest on, fp64; NaN if one was too small to be exact."""
+    """[..., bins] -> [...] fp64, the sum of bins from the finest on.
+
+    It is NaN if one was too small to be exact.
+    """
     grids = torch.tensor(SQUARE_GRIDS, dtype=torch.float64, device=bins.device)
-    is_exact = (bins.abs() <= MOST_UNITS * grids).all()
-    total = bins[-1].masked_fill(~is_exact, torch.nan)
-    for part in reversed(bins[:-1].unbind()):
+    is_exact = (bins.abs() <= MOST_UNITS * grids).all(dim=-1)
+    finest, *others = reversed(bins.unbind(dim=-1))
+    total = finest.masked_fill(~is_exact, torch.nan)
+    for part in others:
         total = total + part
     return total
 

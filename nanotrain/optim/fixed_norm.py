@@ -21,7 +21,7 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.optim.matrices import OwnedMatrix
 from nanotrain.optim.matrix_routes import GridGroups
-from nanotrain.optim.rule import UpdateStep
+from nanotrain.optim.rule import PLAIN_MATRIX_ARITHMETIC, MatrixArithmetic, UpdateStep
 
 NUM_PRODUCTS = 3  # W.W, W.u, u.u
 TINY = 1e-30  # keeps quotients of zeros finite
@@ -42,23 +42,31 @@ class FixedNorms:
         matrices: all matrices of the grid.
         groups: groups of the grid.
         radius: [matrices] fp32, R of every matrix; 0 before its first update.
+        arithmetic: how products are summed.
 
     Attributes:
         radius: the argument, set by the first update.
     """
 
     def __init__(
-        self, matrices: Sequence[OwnedMatrix], groups: GridGroups, *, radius: Tensor
+        self,
+        matrices: Sequence[OwnedMatrix],
+        groups: GridGroups,
+        *,
+        radius: Tensor,
+        arithmetic: MatrixArithmetic = PLAIN_MATRIX_ARITHMETIC,
     ) -> None:
         self._groups = groups
+        self._arithmetic = arithmetic
         self.radius = radius
         # a replicated matrix is counted at one tensor-parallel rank
         self._counts = []
         for owned in matrices:
             is_sharded = owned.matrix.sharded_dim is not None
             self._counts.append(is_sharded or owned.owner.tensor == groups.rank.tensor)
-        size = (len(matrices), NUM_PRODUCTS)
-        self._products = torch.zeros(size, dtype=torch.float64, device=radius.device)
+        none = torch.zeros(0, dtype=torch.float64, device=radius.device)
+        sum_size = len(arithmetic.dot(none, none))
+        self._products = none.new_zeros((len(matrices), NUM_PRODUCTS, sum_size))
 
     def add(self, matrix_id: int, weights: Tensor, *, update: Tensor) -> None:
         """Add products of elements of a matrix on this rank.
@@ -73,7 +81,8 @@ class FixedNorms:
         device = self.radius.device
         w = weights.double()
         u = update.to(w.device).double()
-        products = torch.stack([w @ w, w @ u, u @ u])
+        dot = self._arithmetic.dot
+        products = torch.stack([dot(w, w), dot(w, u), dot(u, u)])
         self._products[matrix_id] += products.to(device)
 
     def factors(self, step: UpdateStep) -> NormFactors:
@@ -86,7 +95,8 @@ class FixedNorms:
         for group in (self._groups.shard, self._groups.tensor):
             assert isinstance(group, Group), "a spec is for plans"
             all_reduce(products, group)
-        weight_square, product, update_square = products.unbind(dim=1)
+        sums = self._arithmetic.join(products)
+        weight_square, product, update_square = sums.unbind(dim=1)
         is_first = self.radius == 0
         self.radius.copy_(torch.where(is_first, weight_square.sqrt(), self.radius.double()))
         radius = self.radius.double()

@@ -94,7 +94,8 @@ class MatrixUpdate:
             self.state = WholeMatrixStates(matrices, rule.state, rank=groups.rank, device=device)
         if rule.fixes_norm:
             assert self.state is not None, "norms are state"
-            self._norms = FixedNorms(matrices, groups, radius=self.state.flat)
+            radius = self.state.flat
+            self._norms = FixedNorms(matrices, groups, radius=radius, arithmetic=rule.arithmetic)
         self._shard = groups.shard.index
         self._pieces: dict[int, LocalPiece] = {}  # local pieces by matrix_id
         for matrix_id, owned in enumerate(matrices):
@@ -210,7 +211,8 @@ class MatrixUpdate:
         update = chunk.update
         if factors is not None:
             update = update * factors.to(update.device)
-        main.add_((update * applied).to(main.device), alpha=-step.lr * scale)
+        added = (update * applied).to(main.device)
+        self._rule.arithmetic.add_scaled(main, added, factor=-step.lr * scale)
 
     def _scales(self, piece: LocalPiece, elements: slice) -> tuple[float, Tensor | None]:
         """The factor of the update of elements of a piece, counted as `piece.start`.

@@ -2,6 +2,7 @@
 
 UpdateRule       one row of `OPTIMIZERS`: an elementwise rule and, optionally, a rule for matrices
 MatrixRule       an update that depends on all elements of a matrix (Muon)
+MatrixArithmetic how a rule for matrices adds updates and sums products of elements
 ParamRange       fp32 main params, gradients and state of consecutive elements
 UpdateStep       hyperparameters of one step
 param_groups     the ranges with equal learning rate and weight decay
@@ -115,6 +116,30 @@ class Normalize(Protocol):
 
 
 @dataclass(frozen=True)
+class MatrixArithmetic:
+    """How the elements of a matrix on a rank are updated, and products of them summed."""
+
+    # (main, update, factor=): main += factor * update, in place, [n] each
+    add_scaled: Callable[..., None]
+    # two flat tensors in fp64 -> [k] fp64, added over all ranks
+    dot: Callable[[Tensor, Tensor], Tensor]
+    join: Callable[[Tensor], Tensor]  # [..., k] of all ranks -> [...], the sums of products
+
+
+def _add_scaled(main: Tensor, update: Tensor, *, factor: float) -> None:
+    main.add_(update, alpha=factor)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return (left @ right)[None]
+
+
+PLAIN_MATRIX_ARITHMETIC = MatrixArithmetic(
+    _add_scaled, _dot, join=lambda products: products[..., 0]
+)
+
+
+@dataclass(frozen=True)
 class MatrixRule:
     """The update of a hidden matrix.
 
@@ -139,6 +164,7 @@ class MatrixRule:
     state: WholeMatrixState | None = None
     normalize: Normalize | None = None
     fixes_norm: bool = False  # its state is the norm of the weights
+    arithmetic: MatrixArithmetic = PLAIN_MATRIX_ARITHMETIC
 
 
 @dataclass(frozen=True)

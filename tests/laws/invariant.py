@@ -2,6 +2,7 @@
 
 `run_here(ctx, case)` trains on this rank; `bits_of` joins the ranks. A `Bits` has the bytes of the
 loss and the gradient norm of every step, and of all weights and optimizer state at the end.
+`assert_same_bits` compares layouts of a case with one rank.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput
-from tests.laws.worlds import Case, build_here, config_of, train_steps
+from tests.harness import run_ranks
+from tests.laws.worlds import GLOBAL_BATCH, Case, build_here, config_of, train_steps
 
 STEPS = 3
 
@@ -96,3 +98,25 @@ def first_difference(bits: Bits, reference: Bits) -> str:
         if bool(differs.any()):
             return f"{name}: {int(differs.sum())} of {tensor.numel()} elements"
     return ""
+
+
+def one_rank(case: Case) -> Bits:
+    """The bits of one rank with one microbatch."""
+    single = case.but(train={"micro_batch_size": GLOBAL_BATCH})
+    return bits_of(run_ranks(1, run_here, single, shares=True))
+
+
+def assert_same_bits(layouts: list[Any], case: Case) -> None:
+    """Every layout, a number of ranks and sections, leaves the bits of one rank.
+
+    One world per number of ranks.
+    """
+    reference = one_rank(case)
+    for num_ranks in sorted({num_ranks for num_ranks, _ in layouts}):
+        chosen = [sections for number, sections in layouts if number == num_ranks]
+        cases = [case.but(**sections) for sections in chosen]
+        by_rank = run_ranks(num_ranks, run_layouts, cases, shares=True)
+        for number, sections in enumerate(chosen):
+            bits = bits_of([results[number] for results in by_rank])
+            difference = first_difference(bits, reference)
+            assert not difference, f"{num_ranks} ranks, {sections}: {difference}"

@@ -1,14 +1,11 @@
 """With `--invariant` layers of experts train in every layout as on one rank, in every bit."""
 
-from typing import Any
-
 import pytest
 
-from tests.harness import run_ranks
-from tests.laws.invariant import Bits, bits_of, first_difference, invariant, run_here, run_layouts
+from tests.laws.invariant import assert_same_bits, invariant
 from tests.laws.more_layouts import with_mark
 from tests.laws.test_invariant import layout
-from tests.laws.worlds import GLOBAL_BATCH, Case
+from tests.laws.worlds import Case
 
 SOFTMAX = {
     "num_layers": 2,
@@ -48,34 +45,15 @@ MORE_LAYOUTS = [
 ]
 
 
-def case_of(sections: dict[str, Any], *, model: str, dtype: str) -> Case:
-    base = invariant(3, model=MODELS[model], precision={"params_dtype": dtype})
-    return base.but(**sections)
-
-
-def one_rank(**kind: str) -> Bits:
-    """The bits of one rank with one microbatch."""
-    case = case_of({"train": {"micro_batch_size": GLOBAL_BATCH}}, **kind)
-    return bits_of(run_ranks(1, run_here, case, shares=True))
-
-
-def assert_same_bits(layouts: list[Any], **kind: str) -> None:
-    reference = one_rank(**kind)
-    for num_ranks in sorted({num_ranks for num_ranks, _ in layouts}):
-        chosen = [sections for number, sections in layouts if number == num_ranks]
-        cases = [case_of(sections, **kind) for sections in chosen]
-        by_rank = run_ranks(num_ranks, run_layouts, cases, shares=True)
-        for number, sections in enumerate(chosen):
-            bits = bits_of([results[number] for results in by_rank])
-            difference = first_difference(bits, reference)
-            assert not difference, f"{num_ranks} ranks, {sections}: {difference}"
+def case_of(model: str, dtype: str) -> Case:
+    return invariant(3, model=MODELS[model], precision={"params_dtype": dtype})
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("softmax", "bf16"), ("sigmoid", "fp32")])
 def test_layouts_of_experts_have_the_bits_of_one_rank(model: str, dtype: str) -> None:
-    assert_same_bits(LAYOUTS, model=model, dtype=dtype)
+    assert_same_bits(LAYOUTS, case_of(model, dtype))
 
 
 @pytest.mark.parametrize("kind", with_mark([("softmax", "fp32"), ("sigmoid", "bf16")]))
 def test_more_layouts_of_experts_have_the_bits_of_one_rank(kind: tuple[str, str]) -> None:
-    assert_same_bits(LAYOUTS + MORE_LAYOUTS, model=kind[0], dtype=kind[1])
+    assert_same_bits(LAYOUTS + MORE_LAYOUTS, case_of(*kind))

@@ -1,7 +1,8 @@
-"""Fifteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
+"""Sixteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -110,19 +111,38 @@ def joined(x: Tensor) -> Tensor:
     return x
 
 
-DP = {"data_parallel_sharding_strategy": "optim"}
-TP = {"tensor_model_parallel_size": 2}
-CP = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
-EP = {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
-ETP = {**TP, "expert_tensor_parallel_size": 1}
+def dot_in_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """One number of fp32 sums per shard."""
+    products = (left.float() * right.float()).sum().double()
+    return torch.stack([products, *products.new_zeros(3)])
+
+
+@dataclass(frozen=True)
+class Place:
+    """The layout of two ranks and the model that find a plants."""
+
+    parallel: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
 EXPERTS = {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,
     "moe_shared_expert_intermediate_size": 16,
     "add_bias_linear": False,
 }
-# what is replaced, by what, and the layout of two ranks that finds it
-Plant = tuple[Any, str, Callable[..., Any], dict[str, Any]]
+TWO_TP = {"tensor_model_parallel_size": 2}
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+DP = Place(ZERO1)
+TP = Place(TWO_TP)
+CP = Place({"context_parallel_size": 2, "cp_comm_type": "allgather"})
+EP = Place({"expert_model_parallel_size": 2, **ZERO1}, EXPERTS)
+ETP = Place({**TWO_TP, "expert_tensor_parallel_size": 1}, EXPERTS)
+HYPERBALL = Place(ZERO1, optim={"optimizer": "muon_h"})
+PLACES = {"dp": DP, "tp": TP, "cp": CP, "ep": EP, "etp": ETP, "hyperball": HYPERBALL}
+# what is replaced, by what, and what finds it
+Plant = tuple[Any, str, Callable[..., Any], Place]
 PLANTS: dict[str, Plant] = {
     "a chain in place of the tree": (layers, "tree_sum", chain, TP),
     "gradients of biases in fp32": (layers, "token_sum", plain_token_sum, DP),
@@ -138,6 +158,7 @@ PLANTS: dict[str, Plant] = {
     "tokens of an expert in any row": (experts, "plan_slots", one_product_per_expert, EP),
     "logits of all tokens in one product": (experts, "blocked_logits", logits_at_once, EP),
     "gradients of experts added in any order": (experts._Joined, "apply", joined, ETP),
+    "norms of matrices added per shard": (optim, "product_bins", dot_in_fp32, HYPERBALL),
     "keys of a chunk in one block": (
         block_attention.BlockAttention,
         "local_blocks",
@@ -168,21 +189,24 @@ def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -
     """Two steps with each plant, on one rank or in the layout that finds it."""
     results = []
     for name in names:
-        parallel = PLANTS[name][3] if ctx.topology.world_size > 1 else {}
-        size = {"micro_batch_size": micro_batch_size}
-        model = MODEL | {"num_layers": 1}
-        if PLANTS[name][3] in (EP, ETP):
-            model |= EXPERTS
-        case = invariant(2, model=model, data=DATA, train=size, parallel=parallel)
+        place = PLANTS[name][3]
+        case = invariant(
+            2,
+            model=MODEL | {"num_layers": 1} | place.model,
+            data=DATA,
+            optim=place.optim,
+            train={"micro_batch_size": micro_batch_size},
+            parallel=place.parallel if ctx.topology.world_size > 1 else {},
+        )
         with planted(ctx, name):
             results += run_layouts(ctx, [case])
     return results
 
 
-@pytest.mark.parametrize("layout", [DP, TP, CP, EP, ETP], ids=["dp", "tp", "cp", "ep", "etp"])
-def test_every_planted_order_is_found(layout: dict[str, Any]) -> None:
-    assert len(PLANTS) == 15
-    names = [name for name, plant in PLANTS.items() if plant[3] is layout]
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_every_planted_order_is_found(place: Place) -> None:
+    assert len(PLANTS) == 16
+    names = [name for name, plant in PLANTS.items() if plant[3] is place]
     on_one_rank = run_ranks(1, run_planted, names, GLOBAL_BATCH, shares=True)[0]
     by_rank = run_ranks(2, run_planted, names, 3, shares=True)
     for number, name in enumerate(names):

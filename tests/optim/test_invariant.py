@@ -1,12 +1,14 @@
 """The step of `--invariant`: the same bits for any borders of shards and ranges."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.invariant import EXACT_ARITHMETIC, in_whole_vectors
-from nanotrain.optim.rule import PLAIN_ARITHMETIC, ParamRange, UpdateStep
+from nanotrain.optim.rule import PLAIN_ARITHMETIC, MatrixRule, ParamRange, UpdateStep
 
 NUMEL = 1003
 
@@ -54,6 +56,37 @@ def test_the_update_is_that_of_the_rule() -> None:
     plain = updated([NUMEL], is_invariant=False)
     for name, value in updated([NUMEL]).items():
         torch.testing.assert_close(value, plain[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["muon", "adam_h"])
+def test_directions_of_ranges_of_any_size_are_alike(name: str) -> None:
+    rule = OPTIMIZERS[name].matrix
+    form = in_whole_vectors(OPTIMIZERS[name]).matrix
+    assert rule is not None and form is not None
+
+    def directions(sizes: list[int], chosen: MatrixRule = form) -> torch.Tensor:
+        parts, flat = ranges(sizes)
+        if name == "muon":
+            states = [{"momentum_buffer": part.state["exp_avg"]} for part in parts]
+            parts = [replace(part, state=state) for part, state in zip(parts, states, strict=True)]
+        computed = torch.cat([chosen.direction(part, step()) for part in parts])
+        return torch.cat([computed, flat["exp_avg"], flat["exp_avg_sq"]])
+
+    whole = directions([NUMEL])
+    assert torch.equal(directions([7, 333, 663]), whole)
+    torch.testing.assert_close(directions([NUMEL], rule), whole)
+
+
+def test_products_are_summed_alike_in_any_parts() -> None:
+    left, right = torch.randn(2, NUMEL).double()
+    arithmetic = in_whole_vectors(OPTIMIZERS["adam_h"]).matrix.arithmetic
+    sums = []
+    for sizes in ([NUMEL], [500, 503], [1, 2, 1000]):
+        parts = zip(left.split(sizes), right.split(sizes), strict=True)
+        bins = sum(arithmetic.dot(a, b) for a, b in parts)
+        sums.append(float(arithmetic.join(bins)))
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0] == pytest.approx(float(left @ right))
 
 
 def test_the_norm_does_not_depend_on_shards() -> None:

@@ -12,6 +12,7 @@ from nanotrain.config.invariant import (
     num_weight_blocks,
     sharded_sizes,
 )
+from nanotrain.config.optim import MUON_OPTIMIZERS
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import ENTRIES
 from nanotrain.errors import ConfigError
@@ -180,6 +181,7 @@ EXPERTS: tuple[Unsupported, ...] = (
         why=NOT_COMPARED,
     ),
 )
+OPTIMIZERS = ("adam", "sgd", "lion", "adam_h", *MUON_OPTIMIZERS)
 RUN: tuple[Unsupported, ...] = (
     Unsupported(
         "params_dtype fp16",
@@ -231,9 +233,15 @@ RUN: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "optimizer",
-        lambda c: c.optim.optimizer not in ("adam", "sgd"),
-        why="it has no invariant form yet",
-        fix="set --optimizer adam or sgd, or leave --invariant out",
+        lambda c: c.optim.optimizer not in OPTIMIZERS,
+        why=NOT_COMPARED,
+        fix=f"set --optimizer to one of {', '.join(OPTIMIZERS)}, or leave --invariant out",
+    ),
+    Unsupported(
+        "muon_tp_mode blockwise",
+        lambda c: c.optim.muon_tp_mode == "blockwise",
+        why="the block of each tensor-parallel rank is a matrix of its own",
+        fix="set --muon-tp-mode distributed, or leave --invariant out",
     ),
     _leave_out("qk_clip", lambda c: c.optim.qk_clip, why=ORDER),
     _leave_out(

@@ -35,10 +35,10 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
 from nanotrain.kernels.exact_sums import (
-    ALIGNMENT,
     UNITS,
     exact_sum,
     from_units,
+    in_one_form,
     nan_if_inexact,
     token_sum,
     tree_sum,
@@ -79,16 +79,6 @@ class UnitBlocks:
         """[B, S, I] -> [L, b, I]; sequences of other lengths, as in generation, are one block."""
         length = self.block_length if x.shape[1] % self.block_length == 0 else x.shape[1]
         return x.reshape(-1, length, x.shape[2])
-
-
-def in_one_form(operand: Tensor) -> Tensor:
-    """A product's operand, contiguous from an aligned address on.
-
-    The kernel, and with it the bits, can depend on strides and on where a tensor begins.
-    """
-    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
-        return operand
-    return operand.clone(memory_format=torch.contiguous_format)
 
 
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -60,7 +60,10 @@ def test_what_fits_passes() -> None:
             "invariant with expert_tensor_parallel_size: matrices of experts",
         ),
         ({"params_dtype": "fp16"}, "invariant with params_dtype fp16: the grid of the gradients"),
-        ({"optimizer": "muon"}, "invariant with optimizer: it has no invariant form yet"),
+        (
+            {"optimizer": "muon", "muon_tp_mode": "blockwise"},
+            "invariant with muon_tp_mode blockwise: the block of each",
+        ),
         ({"ema_decay": 0.9}, "invariant with ema_decay: torch's kernels round"),
         ({"torch_compile": True}, "invariant with torch_compile: compiled kernels"),
         ({"final_logit_softcapping": 30.0}, "invariant with final_logit_softcapping"),
