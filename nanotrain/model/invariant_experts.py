@@ -33,7 +33,10 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import Experts, GroupedLinear
-from nanotrain.parallel.ep.token_dispatcher import AllToAllTokenDispatcher
+from nanotrain.parallel.ep.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
 from nanotrain.parallel.tp.invariant import UnitBlocks, multiply, weight_gradient
 
 SLOT_BYTES = 4
@@ -189,7 +192,12 @@ def blocked_logits(hidden: Tensor, weight: Tensor, *, blocks: UnitBlocks) -> Ten
 def use_token_blocks(layer: MoELayer) -> Callable[..., Tensor]:
     """Let an MoE layer send tokens with their slots; its forward."""
     dispatcher = layer.dispatcher
-    index = dispatcher.ep.index if isinstance(dispatcher, AllToAllTokenDispatcher) else 0
+    index = 0
+    if type(dispatcher) is AllToAllTokenDispatcher:
+        index = dispatcher.ep.index
+    else:
+        name = type(dispatcher).__name__
+        assert type(dispatcher) is LocalTokenDispatcher, f"{name} does not send slots"
     layer.fc1_latent_proj = AppendSlots(index)
     start = layer.start
 

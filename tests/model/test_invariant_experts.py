@@ -1,5 +1,7 @@
 """Experts by token blocks: the numbers of plain experts, and bits that do not follow the company."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from nanotrain.model.invariant_experts import (
     InvariantExperts,
     blocked_logits,
     plan_slots,
+    use_token_blocks,
 )
 from nanotrain.parallel.ep.experts import Experts
 from nanotrain.parallel.tp.invariant import UnitBlocks
@@ -68,6 +71,13 @@ def test_experts_compute_what_plain_experts_do() -> None:
     out, _ = outputs_of(experts, x, list(range(8)), chosen)
     plain = experts(x, torch.tensor([3, 3, 8], dtype=torch.int32))
     torch.testing.assert_close(out, plain)
+
+
+def test_a_dispatcher_that_sends_no_slots_is_named() -> None:
+    layer = nn.Module()
+    layer.dispatcher = SimpleNamespace()
+    with pytest.raises(AssertionError, match="SimpleNamespace does not send slots"):
+        use_token_blocks(layer)
 
 
 def test_slots_are_planned_without_tokens() -> None:
