@@ -2,6 +2,7 @@
 
 virtual stages -> interleaved schedule      a layout -> virtual stages
 a hybrid pattern -> layers and stages       MLA with a scaling factor -> YaRN
+shares of Mamba-2 -> a hybrid pattern
 wandb_project -> wandb                      --save and --load of one folder -> resume
 sft -> whole conversations as samples
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 from nanotrain.config.command_line import CommandLine
 from nanotrain.config.config import Config
+from nanotrain.config.hybrid_ratios import implied_pattern
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.parallel import ParallelConfig
@@ -46,6 +48,7 @@ def implied_settings(
         line: the parsed command line.
     """
     return [
+        *implied_hybrid(config.model, line),
         *implied_yarn(config.model, line),
         *implied_expert_bias(config.model, explicit),
         *implied_scores(config.model, explicit),
@@ -59,6 +62,14 @@ def implied_settings(
         *implied_graphs(config),
         *implied_buffers(config, explicit, line=line),
     ]
+
+
+def implied_hybrid(model_config: ModelConfig, line: CommandLine) -> Iterator[Implied]:
+    """The layers of a model of Mamba-2 that no pattern names."""
+    implied = implied_pattern(model_config, line)
+    if implied is not None:
+        pattern, why = implied
+        yield Implied("hybrid_layer_pattern", pattern, why)
 
 
 def implied_expert_bias(model_config: ModelConfig, explicit: frozenset[str]) -> Iterator[Implied]:

@@ -284,6 +284,11 @@ def unused_position_ids(c: Settings) -> UnusedFields:
     if c.model.add_bias_linear:
         yield unused(
             "add_qkv_bias",
+            by="add_bias_linear",
+            why="add_bias_linear already adds these biases",
+            is_harmless=True,
+        )
+        yield unused(
             "add_attention_output_bias",
             "add_mlp_bias",
             by="add_bias_linear",

@@ -46,7 +46,8 @@ def unused_schedule(c: Settings) -> UnusedFields:
     if c.optim.lr_decay_style == "constant":
         yield unused("min_lr", "decoupled_min_lr", by=by, why=why, is_harmless=True)
         if c.optim.lr_warmup_fraction is None:
-            yield unused("lr_decay_iters", "lr_decay_samples", by=by, why=why)
+            lengths = ("lr_decay_iters", "lr_decay_samples")
+            yield unused(*lengths, by=by, why=why, is_harmless=True)
 
 
 def unused_schedule_steps(c: Settings) -> UnusedFields:

@@ -23,7 +23,7 @@ from tests.config.asking import config_of, validate
         {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "num_experts": 4},
         {"multi_latent_attention": True, "rotary_percent": 0.5},
         {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "use_rope_scaling": True},
-        {"add_qkv_bias": True, "add_bias_linear": True},
+        {"add_mlp_bias": True, "add_bias_linear": True},
         {"moe_router_topk": 4},
         {"moe_aux_loss_coeff": 0.1},
         {"num_experts": 4, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
@@ -48,6 +48,7 @@ def test_no_setting_is_skipped_in_silence(values):
         {"rotary_scaling_factor": 4.0},
         {"multi_latent_attention": True, "use_rope_scaling": True},
         {"multi_latent_attention": True, "add_qkv_bias": True},
+        {"add_bias_linear": True, "add_qkv_bias": True},
     ],
 )
 def test_what_megatron_ignores_too_is_reset(values):

@@ -13,7 +13,6 @@ from tests.config.asking import config_of, validate
     [
         {"lr_wsd_decay_iters": 5},
         {"save": False, "save_optim": False},
-        {"lr_decay_style": "constant", "lr_decay_iters": 50},
         {"lr_warmup_init": 1e-5},
         {"mock_data": True, "generate_tokens": 5},
         {"save": False, "save_interval": 5},
@@ -37,6 +36,8 @@ def test_no_setting_is_skipped_in_silence(values):
         {"mock_data": True, "eod_mask_loss": True},
         {"mock_data": True, "reset_position_ids": True},
         {"lr_decay_style": "constant", "min_lr": 1e-5},
+        {"lr_decay_style": "constant", "lr_decay_iters": 50},
+        {"lr_decay_style": "constant", "lr_decay_samples": 50},
         {"profile_ranks": [0]},
         {"eval_interval": 0, "eval_iters": 5},
         {"mock_data": True, "vocab_size": 64, "tokenizer_model": "bytes"},
