@@ -16,6 +16,7 @@ from nanotrain.audit.sources import is_known
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.config import Config
 from nanotrain.config.flags import OWN_FLAGS, parse
+from nanotrain.config.hybrid_ratios import MAMBA_FLAGS
 from nanotrain.config.load import compose_line
 from nanotrain.config.megatron import row_of
 from nanotrain.config.rules.check import collect_errors, validate_for_world
@@ -38,6 +39,14 @@ OF_CHECKPOINT = (
     "--use-checkpoint-args",
     "--use-mp-args-from-checkpoint-args",
     "--pretrained-checkpoint",
+)
+# flags that take corpora from a file, which is not read
+OF_FILE = ("--data-args-path", "--per-split-data-args-path")
+# programs whose models are Mamba-2 without a flag that says so
+MAMBA_PROGRAMS = ("pretrain_mamba", "pretrain_hybrid")
+# flags that say so, or what every layer is
+NAMES_LAYERS = frozenset(
+    {*MAMBA_FLAGS, "--hybrid-layer-pattern", "--hybrid-override-pattern", "--spec"}
 )
 # beginnings of notes that say nothing about the model, its layout or its training
 SILENT_NOTES = ("--tensorboard is implied", "--wandb is implied", "--load null is implied")
@@ -139,6 +148,9 @@ def meaning_of_flags(arguments: Sequence[Argument], *, program: str = "") -> Mea
     for argument in arguments:
         if keep(argument, meaning):
             words += [argument.flag, *map(without_references, argument.values)]
+    if any(name in program for name in MAMBA_PROGRAMS) and NAMES_LAYERS.isdisjoint(words):
+        words.append("--is-hybrid-model")
+        meaning.notes.append(f"{program} trains a model of Mamba-2: --is-hybrid-model is added")
     errors = ErrorCollector()
     with errors:
         line = parse([*words, "--megatron-defaults"])
@@ -174,6 +186,9 @@ def keep(argument: Argument, meaning: Meaning) -> bool:
     flag = argument.flag
     if flag in OF_CHECKPOINT:
         meaning.notes.append(f"{flag}: no checkpoint is read; the model is that of the flags")
+        return False
+    if flag in OF_FILE:
+        meaning.notes.append(f"{argument.text}: the file is not read")
         return False
     if not is_known(flag):
         meaning.unknown.append(argument.text)

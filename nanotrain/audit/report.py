@@ -16,6 +16,8 @@ from nanotrain.audit.known_bugs import (
 )
 from nanotrain.audit.meaning import Figures, Meaning, figures_of
 from nanotrain.audit.sources import Source
+from nanotrain.config.arguments import cure_of_flag, unknown_flag
+from nanotrain.config.flags import known_flags
 from nanotrain.planner.hardware import GPU
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.screen import as_values, layout_text
@@ -73,7 +75,6 @@ def audit_text(result: Audit) -> str:
     counterparts = []
     for what, flags in meaning.without_counterpart.items():
         counterparts.append(f"{', '.join(flags)}: {what}")
-    unknown = [", ".join(meaning.unknown)] if meaning.unknown else []
     refused = [match for match in result.refusals if not match.row.is_ignored]
     ignored = [match for match in result.refusals if match.row.is_ignored]
     sections = {
@@ -81,13 +82,30 @@ def audit_text(result: Audit) -> str:
         "flags that Megatron-LM ignores here": refusal_texts(ignored),
         "why it cannot run in nanotrain": meaning.refused,
         "flags without a counterpart in nanotrain": counterparts,
-        "flags that are not known here": unknown,
+        "flags that are not known here": unknown_texts(meaning.unknown),
         "notes": notes_of(result),
     }
     for title, texts in sections.items():
         lines += section(title, texts)
     lines += bug_lines(result)
     return plain_text("\n".join(lines).rstrip().replace(PLACEHOLDER, "$"))
+
+
+def unknown_texts(unknown: Sequence[str]) -> list[str]:
+    """Unknown flags, each with what it is called here, and the others in one line.
+
+    >>> unknown_texts(["--zero-stage 3", "--mine 1"])[1]
+    '--mine 1'
+    """
+    texts = []
+    rest = []
+    for text in unknown:
+        flag = text.split()[0]
+        if cure_of_flag(flag, known_flags()):
+            texts.append(f"{text}: {unknown_flag(flag, known=known_flags()).fix}")
+        else:
+            rest.append(text)
+    return [*texts, ", ".join(rest)] if rest else texts
 
 
 def head_lines(result: Audit) -> list[str]:

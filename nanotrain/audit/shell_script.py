@@ -2,12 +2,13 @@
 
     read_script(text)    the launches of Python programs, and the variables at the end
 
-Assignments, arrays, `if`, `case`, functions and `sh -c TEXT` are followed. A variable that the
-script does not set is a mark in the text, and so is what a command prints; neither the environment
-nor a file is read. A test that depends on one of those is taken as false, and loops are left out:
-both are named if they hold arguments.
+Assignments, arrays, `if`, `case`, functions, `for` over words and `sh -c TEXT` are followed. A
+variable that the script does not set is a mark in the text, and so is what a command prints;
+neither the environment nor a file is read. A test that depends on one of those is taken as false,
+and other loops are left out: both are named if they hold arguments.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,10 +27,17 @@ from nanotrain.errors import ConfigError
 MAX_DEPTH = 8  # functions and scripts within each other
 MAX_BLOCKS = 50  # within each other
 MAX_COMMANDS = 20_000
+MAX_TURNS = 200  # of a loop
 SEPARATORS = ("\n", ";", "&&", "||", "|", "&")
 TESTS = ("[", "[[", "test")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
-SILENT = ("echo", "printf", "cat", "read", "set", "shift", "unset", "exit", "return", "trap", ":")
+SILENT = ("echo", "printf", "cat", "read", "set", "shift", "unset", "exit", "return", "trap")
+# what a published script leaves to the reader: NAME=<Specify path>, and <path> elsewhere
+UNSET_BY_HAND = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=<[^<>\n]*>[^\s;]*", flags=re.MULTILINE
+)
+PLACEHOLDER = re.compile(r"(?<![<\w&])<([A-Za-z][\w /.,-]*\w)>(?![>&(])")
+LEAVES_LOOP = ("break", "continue", "exit", "return")
 
 
 @dataclass
@@ -102,8 +110,19 @@ def read_script(text: str, *, variables: Mapping[str, str]) -> Script:
     [['torchrun', 'p.py', '--lr', '1']]
     """
     script = Script(Values(dict(variables)))
-    Reader(script, read_tokens(text.replace("\ue000", ""))).run()
+    text = without_placeholders(text.replace("\ue000", ""))
+    Reader(script, read_tokens(text)).run()
     return script
+
+
+def without_placeholders(text: str) -> str:
+    """A script in which `<Specify path>` is the value of a variable that is not set.
+
+    >>> without_placeholders("A=<your path>/x\npython p.py --save <your path>")
+    '\npython p.py --save $your_path'
+    """
+    text = UNSET_BY_HAND.sub("", text)
+    return PLACEHOLDER.sub(lambda match: "$" + re.sub(r"\W", "_", match.group(1)), text)
 
 
 class Reader:
@@ -169,7 +188,7 @@ class Reader:
         if keyword == "if":
             self.follow_if(is_active=is_active)
         elif keyword in ("for", "while", "until", "select"):
-            self.skip_loop(is_active=is_active)
+            self.follow_loop(is_active=is_active)
         elif keyword == "case":
             self.follow_case(is_active=is_active)
         elif keyword in ("{", "("):
@@ -317,16 +336,43 @@ class Reader:
         self.at += 1
         return fits
 
-    def skip_loop(self, *, is_active: bool) -> None:
-        """Skip a loop."""
+    def follow_loop(self, *, is_active: bool) -> None:
+        """Follow a `for` once per word; skip a loop whose turns are not known."""
         start = self.at
+        is_for = self.keyword() == "for"
         self.at += 1
+        name = self.keyword()
+        turns = self.words_of_loop() if is_for and is_active else None
         self.follow(until=("do",), is_active=False)
         self.at += 1
+        body = self.at
         self.follow(until=("done",), is_active=False)
-        self.at += 1
-        if is_active:
+        end = self.at
+        if turns is not None and not self.leaves_loop(body, end):
+            for text in turns:
+                self.values.variables[name] = text
+                self.at = body
+                self.follow(until=("done",), is_active=True)
+        elif is_active:
             self.note_skipped("a loop", start)
+        self.at = end + 1
+
+    def words_of_loop(self) -> list[str] | None:
+        """The words of `for NAME in WORDS`, at NAME; None where they are not known."""
+        self.at += 1
+        if self.keyword() != "in":
+            return None
+        self.at += 1
+        if self.keyword() in SEPARATORS:
+            return []
+        fields = self.values.fields(self.simple_command())
+        is_known = len(fields) <= MAX_TURNS and not any(map(MARK.search, fields))
+        return fields if is_known else None
+
+    def leaves_loop(self, start: int, end: int) -> bool:
+        """Whether a loop may end before its last word."""
+        words = [token.plain for token in self.tokens[start:end] if isinstance(token, Word)]
+        return any(word in LEAVES_LOOP for word in words)
 
     def note_skipped(self, what: str, start: int) -> None:
         """Note skipped commands that set arguments."""
@@ -348,6 +394,8 @@ class Reader:
             self.call(name, words[1:])
         elif name == "shift":
             self.shift(self.values.fields(words[1:]))
+        elif name == ":":
+            self.values.fields(words[1:])  # sets what ${NAME:=TEXT} sets
         elif name in ("source", "."):
             texts = [without_marks(self.values.text_of(word)) for word in words[1:2]]
             self.script.note(f"{' '.join(texts)} is not read, which the script sources")

@@ -68,12 +68,17 @@ class Values:
         return fields
 
     def with_defaults(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts with defaults, in quotes of their own, in place of variables that take them."""
+        """Parts with defaults, in quotes of their own, in place of variables that take them.
+
+        `${NAME:=TEXT}` sets the variable too.
+        """
         result: list[Part] = []
         for part in parts:
             if part.is_quoted or not isinstance(part, Variable) or not self.takes_default(part):
                 result.append(part)
             else:
+                if part.operator.endswith("="):
+                    self.variables[part.name] = self.joined_text(part.default)
                 result += self.with_defaults(part.default)
         return result
 
@@ -117,7 +122,10 @@ class Values:
     def variable(self, variable: Variable) -> str:
         """The value of a variable, its default, or a mark."""
         if self.takes_default(variable):
-            return self.joined_text(variable.default)
+            default = self.joined_text(variable.default)
+            if variable.operator.endswith("="):
+                self.variables[variable.name] = default
+            return default
         text = self.text_named(variable)
         if variable.operator in ("+", ":+"):
             return ""

@@ -35,13 +35,17 @@ VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\d{1,6})\s*$", flags=re.MULTILINE)
 # several values of a flag in a YAML file, but not a pattern such as [0]*3+[1]*58
 WORDS_IN_BRACKETS = re.compile(r"\[[A-Za-z_][\w. ]*\]")
-NODES = ("--nnodes", "--nodes", "-N")
+NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines")
+# options of torchrun, of DeepSpeed's launcher, and of Slurm
 RANKS_OF_NODE = (
     "--nproc-per-node",
     "--nproc_per_node",
+    "--num_gpus",
     "--ntasks-per-node",
     "--gpus-per-node",
 )
+# options of accelerate, of mpirun and of Slurm
+RANKS_IN_ALL = ("--num_processes", "--num-processes", "-np", "--np", "--ntasks", "-n")
 
 
 @dataclass
@@ -267,7 +271,7 @@ def start_of_arguments(words: Sequence[str]) -> int:
 
 
 def launcher_values(words: Sequence[str]) -> dict[str, str]:
-    """The options of torchrun and of srun with their values."""
+    """The options of torchrun, srun and other launchers with their values."""
     values = {}
     for index, word in enumerate(words):
         flag, has_value, value = word.partition("=")
@@ -280,8 +284,10 @@ def ranks_of(values: Mapping[str, str]) -> int | None:
     """The number of ranks that options of a launcher name; None where they do not."""
     per_node = [values[name] for name in RANKS_OF_NODE if name in values]
     nodes = [values[name] for name in NODES if name in values]
+    in_all = [values[name] for name in RANKS_IN_ALL if name in values]
     if not per_node:
-        return None
+        ranks = count_in(in_all[0]) if in_all else None
+        return ranks if ranks is not None and ranks <= MAX_RANKS else None
     ranks = count_in(per_node[0])
     num_nodes = count_in(nodes[0]) if nodes else 1
     if ranks is None or num_nodes is None or ranks * num_nodes > MAX_RANKS:

@@ -28,6 +28,9 @@ SCRIPTS = {
     "functions in functions": 'g() { python p.py $1 $#; }\nf() { local A=$2; shift; g "$A x" "$1"; }\nf 1 2 3',
     "arguments left over": 'f() { shift 2; python p.py "$*" "$@" ${3:-none}; }\nf a b c "d e"',
     "defaults of arguments": 'f() { python p.py ${1:-8} "${2:-a b}"; }\nf\n',
+    "loops": 'A=(); D=; for B in "--lr 1" --bf16; do A+=("$B"); for C in 2 3; do D="$D$C"; done; done; '
+    'for E in; do D=; done; python p.py "${A[@]}" $D $B',
+    "defaults that stay": ': ${A:=1} "${B:=a b}"; C=; : ${C:=$A}; python p.py $A "$B" $C ${D=4} $D',
     "appended text": 'A="--lr 1"\nA="$A --swiglu"\nA+=" --bf16"\npython p.py $A',
 }
 

@@ -45,6 +45,25 @@ def test_flags_without_a_counterpart_are_named_and_left_out():
     assert meaning.config is not None and meaning.config.model.rotary_base == 10
 
 
+@pytest.mark.parametrize(
+    ("flags", "program", "letters"),
+    [
+        ("--hybrid-attention-ratio 0.5", "pretrain_mamba.py", "M**M"),
+        ("", "../pretrain_mamba.py", "MMMM"),
+        ("--hybrid-override-pattern M-M*", "pretrain_hybrid.py", "M-M*"),
+        ("", "pretrain_gpt.py", None),
+    ],
+)
+def test_a_program_of_mamba_trains_mamba(flags, program, letters):
+    meaning = meaning_of(f"{TINY} {flags}", program=program)
+    assert meaning.config is not None and meaning.config.model.hybrid_layer_pattern == letters
+
+
+def test_a_file_of_corpora_is_not_read():
+    meaning = meaning_of(f"{TINY} --per-split-data-args-path none.json --data-args-path none.txt")
+    assert meaning.refused == [] and len([n for n in meaning.notes if "is not read" in n]) == 2
+
+
 def test_another_value_of_what_is_always_so_has_no_counterpart():
     meaning = meaning_of(f"{TINY} --distributed-backend mpi")
     assert list(meaning.without_counterpart.values()) == [["--distributed-backend mpi"]]

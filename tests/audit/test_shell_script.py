@@ -53,13 +53,28 @@ def test_functions_are_followed_where_they_are_called():
 
 
 def test_loops_and_unknown_conditions_are_left_out_and_named():
-    text = 'for i in 1 2; do A="--lr $i"; done\nif [ -f x ]; then B=(--bf16); fi\npython p.py --a 1'
+    text = 'while read i; do A="--lr $i"; done\nif [ -f x ]; then B=(--bf16); fi\npython p.py --a 1'
     script = read_script(text, variables={})
     assert script.notes == [
         "a loop is left out, with --lr",
         "an if that depends on what is not known is left out, with --bf16",
     ]
     assert "A" not in script.variables and "B" not in script.variables
+
+
+@pytest.mark.parametrize("words", ["$(ls)", "$FILES", "1 2; do break", "{1..500}{1..500}"])
+def test_a_loop_whose_turns_are_not_known_is_left_out(words):
+    script = read_script(f'for i in {words}; do A="--lr 1"; done\npython p.py --a 1', variables={})
+    is_literal = words.startswith("{")  # braces are not expanded: one word
+    assert script.notes == ([] if is_literal else ["a loop is left out, with --lr"])
+
+
+def test_what_the_reader_shall_specify_is_not_set():
+    text = (
+        "A=<Specify path>/x\nexport B=<path>\ncat <<EOF >file\nEOF\npython p.py $A $B <a path> <in"
+    )
+    (launch,) = read_script(text, variables={}).launches
+    assert [without_marks(word) for word in launch[2:]] == ["$A", "$B", "$a_path"]
 
 
 @pytest.mark.parametrize(

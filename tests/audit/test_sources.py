@@ -71,6 +71,22 @@ def test_ranks_are_those_of_slurm_where_the_launch_has_none(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("deepspeed --num_gpus 8 --num_nodes 2", 16),
+        ("accelerate launch --num_processes 12", 12),
+        ("mpirun -np 24 python", 24),
+        ("srun --ntasks=32 python", 32),
+        ("srun -N 2 --ntasks-per-node=4 -n 8 python", 8),
+        ("python -m torch.distributed.launch --nproc_per_node=4", 4),
+        ("mpirun -np 99999999 python", None),
+    ],
+)
+def test_ranks_are_those_of_the_launcher(tmp_path, launcher, ranks):
+    assert read(tmp_path, f"{launcher} pretrain_gpt.py --num-layers 4").ranks == ranks
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "--num-layers 4 \\\n  --hidden-size 64",
