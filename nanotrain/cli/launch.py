@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanotrain.cli.checks import refuse_inside_torchrun
 from nanotrain.config.flags import known_flags, parse
-from nanotrain.config.load import load_line, reply
+from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.overrides import begins_argument
 from nanotrain.config.rules.check import validate_start
 from nanotrain.config.suggest import by_spelling
@@ -27,6 +27,7 @@ from nanotrain.runs.failures import is_run_folder
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.verdict import judge_run
 from nanotrain.system import importing_torch
+from nanotrain.topology.smaller_world import largest_world, require_smaller_world
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (
@@ -142,10 +143,11 @@ def launch(
     if line.help_topic is not None:
         return 0
     loaded = load_line(line)
-    check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+    check = partial(_check_ranks, loaded)
     program = ["nanotrain.train", *arguments]
     with importing_torch():
         from nanotrain.launch.start_ranks import check_ranks, start_ranks
+        from nanotrain.launch.supervisor import Limits
         from nanotrain.train.inputs import check_local_files
 
     if text is not None:
@@ -154,14 +156,23 @@ def launch(
     check_local_files(loaded)
     folder = RunFolder.of(loaded.config).path
     train = loaded.config.train
+    in_place = None
+    if train.inprocess_restart:
+        in_place = Limits(train.inprocess_max_iterations, partial(largest_world, loaded.config))
     return start_ranks(
         program,
         options=options,
         environment=environment,
         check=check,
         on_failure=partial(print_verdict, folder, since_s=time.time()),
-        max_restarts_in_place=train.inprocess_max_iterations if train.inprocess_restart else 0,
+        in_place=in_place,
     )
+
+
+def _check_ranks(loaded: Loaded, world_size: int) -> None:
+    """Check the rules that need the number of ranks."""
+    validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
+    require_smaller_world(loaded.config, world_size)
 
 
 def print_verdict(folder: Path, exit_codes: Mapping[int, int], *, since_s: float) -> None:

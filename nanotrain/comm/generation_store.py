@@ -2,20 +2,26 @@
 
 Fault       what ended a generation
 Decision    whether the run goes on in the next one; the last rank that joins decides for all
+Members     the ranks that are left, where the launcher let one leave the run
 FinalError  with which the run ends, where a rank or the launcher knows it before ranks join
 
+Ranks have here the numbers with which they were started, also once others have left.
+
 number          the newest generation
+members         the ranks that join, with the first generation of which they are all
 fault-N         what ended generation N
 at-R            the generation that rank R joined last
 N/joined        how many ranks have joined it
 N/decision      the decision on it
 N/left-R        when rank R left it, and the step that it ran then
+N/new-step      whether it completed a step that no generation before it had
 N/finished      how many ranks have come to the end of the run in it
 final-error     the error with which the run ends
 """
 
 import json
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
@@ -54,6 +60,7 @@ class Restart:
     fault: Fault
     noticed_s: float  # when the last of the ranks that lived noticed the fault
     met_s: float  # when all ranks had joined
+    reached: int = 0  # the highest step that ran in a generation before
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,14 @@ class Decision:
             return cls(**values)
         fault = Fault(**restart.pop("fault"))
         return cls(**values, restart=Restart(fault, **restart))
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a run."""
+
+    ranks: tuple[int, ...]  # ascending
+    since: int = 0  # their first generation
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,49 @@ class GenerationStore:
         self._store.compare_set(f"fault-{number}", "", json.dumps(asdict(fault)))
         self._store.compare_set("number", str(number), str(number + 1))
 
+    def members(self, number: int, world_size: int) -> Members:
+        """The ranks that join a generation.
+
+        Args:
+            number: the generation.
+            world_size: ranks that were started.
+        """
+        members = Members(tuple(range(world_size)))
+        for row in self._member_rows():
+            if row.since <= number:
+                members = row
+        return members
+
+    def _member_rows(self) -> list[Members]:
+        if not self._store.check(["members"]):
+            return []
+        rows = json.loads(self._store.get("members"))
+        return [Members(tuple(row["ranks"]), row["since"]) for row in rows]
+
+    def let_leave(self, ranks: Sequence[int], fault: Fault) -> None:
+        """End the newest generation; only some ranks join those that follow. By the launcher alone.
+
+        Args:
+            ranks: ranks that stay, ascending.
+            fault: why another one leaves.
+        """
+        before = self._member_rows()
+        is_first_fault = False
+        while not is_first_fault:  # else ranks may have read the members before they were changed
+            number = self.current()
+            rows = [*before, Members(tuple(ranks), number + 1)]
+            self._store.set("members", json.dumps([asdict(row) for row in rows]))
+            self.end(number, fault)
+            is_first_fault = self.fault(number) == fault
+
+    def note_new_step(self, number: int) -> None:
+        """Note that a generation has completed a step that no generation before it had."""
+        self._store.set(f"{number}/new-step", "1")
+
+    def has_new_step(self, numbers: Iterable[int]) -> bool:
+        """Whether one of several generations has completed a new step."""
+        return any(self._store.check([f"{number}/new-step"]) for number in numbers)
+
     def generation_of(self, rank: int) -> int | None:
         """The generation that a rank joined last; None if it has joined none."""
         key = f"at-{rank}"
@@ -123,8 +181,14 @@ class GenerationStore:
             self.end(number, fault)
 
     def is_finished(self, world_size: int) -> bool:
-        """Whether all ranks have finished the newest generation."""
-        return self._store.add(f"{self.current()}/finished", 0) == world_size
+        """Whether all ranks have finished the newest generation.
+
+        Args:
+            world_size: ranks that were started.
+        """
+        number = self.current()
+        num_ranks = len(self.members(number, world_size).ranks)
+        return self._store.add(f"{number}/finished", 0) == num_ranks
 
     def finish(self, number: int) -> None:
         """Count a rank that has finished."""
@@ -190,7 +254,12 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
     fault = store.fault(number - 1)
     departures = store.departures(number - 1, world_size)
     noticed_s = max([departure.time_s for departure in departures], default=fault.time_s)
-    restart = Restart(fault, noticed_s=noticed_s, met_s=time.time())
+    restart = Restart(
+        fault,
+        noticed_s=noticed_s,
+        met_s=time.time(),
+        reached=_reached(store, number, world_size=world_size),
+    )
     rank = fault.rank if fault.is_raised else None
     if number > 1 and fault.is_error_of(store.fault(number - 2)):
         return Decision(f"the same error twice: {fault.text}", rank, restart)
@@ -203,13 +272,26 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
     return Decision(restart=restart)
 
 
+def _reached(store: GenerationStore, number: int, *, world_size: int) -> int:
+    """The highest step that ran before a generation."""
+    steps = [0]
+    decision = None
+    while number > 0 and decision is None:  # a generation that not all joined has no decision
+        number -= 1
+        steps += [departure.step for departure in store.departures(number, world_size)]
+        decision = store.decision(number)
+    if decision is not None and decision.restart is not None:
+        steps.append(decision.restart.reached)
+    return max(steps)
+
+
 def _idle_generations(store: GenerationStore, number: int, *, world_size: int) -> int:
-    """Generations in a row before this one that made no new step."""
-    reached = []
-    for earlier in range(number):
-        departures = store.departures(earlier, world_size)
-        reached.append(max([departure.step for departure in departures], default=0))
+    """Generations in a row before this one that made no new step, without the first one.
+
+    They are counted anew where a rank has left.
+    """
+    first = store.members(number, world_size).since
     idle = 0
-    while idle < number - 1 and reached[number - 1 - idle] <= max(reached[: number - 1 - idle]):
+    while number - 1 - idle > first and not store.has_new_step([number - 1 - idle]):
         idle += 1
     return idle

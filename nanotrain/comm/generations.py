@@ -13,6 +13,10 @@
 The store outlives every rank: the launcher serves it (under `torchrun` its agent, or the first
 rank, which may then only raise an error and not die).
 
+With `--inprocess-min-ranks` the launcher may let a rank leave the run. Those that stay keep their
+order and get new numbers in the next generation; here and in the store a rank has the number with
+which it was started.
+
 Source: the in-process restart of NVIDIA's resiliency extension, `--inprocess-restart` in
 Megatron-LM, from which the settings come. A generation is an iteration there, a word that is taken
 by the training steps.
@@ -23,7 +27,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
@@ -113,8 +117,11 @@ class Generations:
         """
         return max(least_s, self.world_size / RANKS_PER_POLL_S)
 
-    def join(self) -> "Generation":
+    def join(self) -> "Generation | None":
         """Wait until all ranks have joined the newest generation.
+
+        Returns:
+            The generation; None where this rank has left the run, which goes on without it.
 
         Raises:
             EnvironmentFault: the run ends: too many restarts, an error that came twice, no new
@@ -124,18 +131,23 @@ class Generations:
         decision = None
         while decision is None:
             number = self.store.current()
-            decision = self._decision(number)
+            members = self.store.members(number, self.world_size).ranks
+            if self.rank not in members:
+                return None
+            decision = self._decision(number, num_ranks=len(members))
         if decision.error:
             raise self._final_error(decision)
         self._error = None
         kept = frozenset(open_sockets())
         store = PrefixStore(f"groups-{number}/", self._connect())
-        return Generation(self, number, store=store, kept=kept, restart=decision.restart)
+        return Generation(
+            self, number, members=members, store=store, kept=kept, restart=decision.restart
+        )
 
-    def _decision(self, number: int) -> Decision | None:
+    def _decision(self, number: int, *, num_ranks: int) -> Decision | None:
         """Join a generation; returns the decision on it, None if it has ended."""
         store = self.store
-        if store.join(number, self.rank) == self.world_size:
+        if store.join(number, self.rank) == num_ranks:
             rules = {"world_size": self.world_size, "max_restarts": self.max_restarts}
             store.decide(number, decide(store, number, **rules))
         wait = Wait("", self.timeout.total_seconds())
@@ -143,13 +155,13 @@ class Generations:
             if store.current() != number:
                 return None
             joined = store.num_joined(number)
-            wait.what = f"rank {self.rank} waits: {joined} of {self.world_size} ranks have joined"
+            wait.what = f"rank {self.rank} waits: {joined} of {num_ranks} ranks have joined"
             if final := store.final_error():
                 raise _error_of_another(final)
             if wait.is_over:
                 cause = f" after fault {number}" if number else ""
                 raise EnvironmentFault(
-                    f"{joined} of {self.world_size} ranks joined{cause}",
+                    f"{joined} of {num_ranks} ranks joined{cause}",
                     why=f"the others did not come within {wait.timeout_s:g} s",
                     fix="start the run again: it goes on from the newest checkpoint",
                 )
@@ -222,6 +234,7 @@ class Generation:
     Args:
         generations: this rank's part of the agreement.
         number: 0 for the first.
+        members: ranks that joined it, ascending, with the numbers with which they were started.
         store: store for the groups, on a connection of its own.
         kept: sockets that belong to no generation.
         restart: the restart with which it began; None for the first.
@@ -232,11 +245,13 @@ class Generation:
         generations: Generations,
         number: int,
         *,
+        members: Sequence[int],
         store: Store,
         kept: frozenset[str],
         restart: Restart | None,
     ) -> None:
         self.number = number
+        self.members = tuple(members)
         self.store = store
         self.restart = restart
         self.max_restarts = generations.max_restarts
@@ -245,6 +260,7 @@ class Generation:
         self.read_step: Callable[[], int] = lambda: 0
         self._generations = generations
         self._kept = kept
+        self._has_new_step = False
         self._ended = threading.Event()
         self._left = threading.Event()
         self._main = threading.current_thread()
@@ -270,6 +286,18 @@ class Generation:
         self.connected_s = time.time()
         self.read_step = read_step
 
+    @property
+    def num_left(self) -> int:
+        """How many ranks have left the run."""
+        return self._generations.world_size - len(self.members)
+
+    def completed(self, step: int) -> None:
+        """Note for the launcher that a step is done; a new one once per generation."""
+        reached = 0 if self.restart is None else self.restart.reached
+        if not self._has_new_step and step >= reached:
+            self._has_new_step = True
+            self._generations.store.note_new_step(self.number)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch for the end of the generation in the block, on a thread.
@@ -293,10 +321,10 @@ class Generation:
 
         Args:
             what: the fault, in one line.
-            rank: the rank at fault; None for this one.
+            rank: the rank at fault, with its number in this generation; None for this one.
             is_raised: whether it is an exception of this rank, which is kept for the end of a run.
         """
-        rank = self._generations.rank if rank is None else rank
+        rank = self._generations.rank if rank is None else self.members[rank]
         fault = Fault(rank, what[:MAX_TEXT], time.time(), step=self.step, is_raised=is_raised)
         self._generations.store.end(self.number, fault)
 

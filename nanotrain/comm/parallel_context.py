@@ -12,9 +12,9 @@ sharing them matters.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -88,6 +88,33 @@ class Launch:
             {"LOCAL_WORLD_SIZE": "1", **environment}, "LOCAL_WORLD_SIZE", at_least=1
         )
         return cls(rank, local_rank, world_size, True, num_local)
+
+    @property
+    def is_first_local(self) -> bool:
+        """Whether this is the first rank of its machine, also where lower ones have left the run.
+
+        They leave runs of one machine only.
+        """
+        return 0 in (self.local_rank, self.rank)
+
+    def among(self, members: Sequence[int]) -> "Launch":
+        """The launch of a run that some ranks have left; this rank keeps its device.
+
+        >>> Launch(2, 2, 3, True, 3).among([0, 2])
+        Launch(rank=1, local_rank=2, world_size=2, is_distributed=True, local_world_size=2)
+
+        Args:
+            members: the ranks that are left, ascending.
+        """
+        if len(members) == self.world_size:
+            return self
+        num_ranks = len(members)
+        return replace(
+            self,
+            rank=members.index(self.rank),
+            world_size=num_ranks,
+            local_world_size=num_ranks,
+        )
 
 
 def _number(
@@ -187,6 +214,8 @@ class ParallelContext:
                 topology.
         """
         launch = Launch.of(os.environ)
+        if generation is not None:
+            launch = launch.among(generation.members)
         if launch.world_size != topology.world_size:
             launched = count_of(launch.world_size, "rank", verb="was")
             planned = count_of(topology.world_size, "rank")

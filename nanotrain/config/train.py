@@ -165,6 +165,12 @@ class TrainConfig:
     inprocess_max_iterations: int = option(10, check=at_least(1))
     """with inprocess_restart: restarts in place after which a fault ends the run"""
 
+    inprocess_min_ranks: int | None = option(None, check=at_least(1))
+    """with inprocess_restart: a rank that dies again without a new step, or does not start again,
+    leaves the run, and the others go on in the same layout with fewer data-parallel ranks, on at
+    least so many ranks; unset: none leaves
+    """
+
     max_consecutive_skips: int = option(50, check=at_least(0))
     """steps skipped in a row, as not finite, after which the run saves and ends; 0: never"""
 

@@ -37,7 +37,7 @@ from torch.distributed.run import (
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.meeting import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.launch.supervisor import LOCAL, open_local_store, supervise
+from nanotrain.launch.supervisor import LOCAL, Limits, open_local_store, supervise
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.scheduler import require_one_launcher
 from nanotrain.system import (
@@ -71,7 +71,7 @@ def start_ranks(
     environment: MutableMapping[str, str],
     check: Callable[[int], object],
     on_failure: Callable[[Mapping[int, int]], object] | None = None,
-    max_restarts_in_place: int = 0,
+    in_place: Limits | None = None,
 ) -> int:
     """Run a program with one process per rank of this machine.
 
@@ -82,8 +82,8 @@ def start_ranks(
         check: function that raises for a number of ranks that the program cannot run on.
         on_failure: function that is called with the exit codes of failed ranks, negative for a
             signal, unless the job was stopped.
-        max_restarts_in_place: how often a rank that died is started again while the others stay; 0
-            for torchrun's agent, which ends all ranks.
+        in_place: how often a rank that died is started again while the others stay; None for
+            torchrun's agent, which ends all ranks.
 
     Returns:
         The exit code.
@@ -100,7 +100,7 @@ def start_ranks(
     require_host_memory(num_local)
     environment.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_local)))
     with silent_logs(wanted="LOGLEVEL" in environment), passing_signals_on(environment) as stops:
-        why_agent = reason_for_agent(args, options) if max_restarts_in_place else ""
+        why_agent = reason_for_agent(args, options) if in_place is not None else ""
         if why_agent:
             print(
                 f"--inprocess-restart {why_agent}: torchrun's agent starts the ranks, and ends all "
@@ -108,13 +108,13 @@ def start_ranks(
                 file=sys.stderr,
                 flush=True,
             )
-        elif max_restarts_in_place:
+        elif in_place is not None:
             failed = supervise(
                 program,
                 environment=environment,
                 port=int(args.rdzv_endpoint.rpartition(":")[2]),
                 num_ranks=num_local,
-                max_restarts=max_restarts_in_place,
+                limits=in_place,
                 stops=stops,
             )
             return _end_of_job(failed, stops, on_failure=on_failure)

@@ -6,6 +6,8 @@ the others in the next one. A rank that ends with an exit code ends the run, as 
 
     a spare process     has done its imports, and takes the place of the next rank that dies; only
                         one at a time, started once the ranks have met
+    a rank that leaves  died again without a new step in between, or did not start again; the others
+                        go on without it, if that is allowed and as many as form the layout
 """
 
 import json
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -131,6 +134,18 @@ def rank_environment(rank: int, num_ranks: int, *, address: tuple[str, int]) -> 
     }
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long a run goes on without a person.
+
+    Several ranks that die in one generation are one restart.
+    """
+
+    max_restarts: int  # restarts in place after which a death ends the run
+    # the ranks that go on if at most so many are left; 0: none leaves
+    largest_world: Callable[[int], int] = lambda at_most: 0
+
+
 class Supervisor:
     """Runs the ranks until all have ended.
 
@@ -138,8 +153,7 @@ class Supervisor:
         store: part of the store that the ranks of this job use for their generations.
         num_ranks: ranks of the job.
         start: starts a rank.
-        max_restarts: restarts in place after which a death ends the run; several ranks that die in
-            one generation are one.
+        limits: when a rank leaves, and when a death ends the run.
         stops: signals that were sent on to the ranks, filled while they run; after one no rank is
             started again.
         prepare: called once all ranks have met, again after every restart.
@@ -151,18 +165,19 @@ class Supervisor:
         num_ranks: int,
         *,
         start: Callable[[int], Process],
-        max_restarts: int,
+        limits: Limits,
         stops: Sequence[int] = (),
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
         self._num_ranks = num_ranks
         self._start = start
-        self._max_restarts = max_restarts
+        self._limits = limits
         self._stops = stops
         self._prepare = prepare
         self._is_prepared = False
         self._num_restarts = 0
+        self._members = tuple(range(num_ranks))  # ranks that have not left the run
         self._ended: set[int] = set()  # generations in which a rank died
         self._died_in: dict[int, int | None] = {}  # generation of the last death of a rank
         self.processes: dict[int, Process] = {}
@@ -194,26 +209,54 @@ class Supervisor:
             if code is None:
                 continue
             del self.processes[rank]
-            if not code:
+            if not code or rank not in self._members:
                 continue
             is_finished = self._store.is_finished(self._num_ranks)
-            if not is_finished and self._may_start_again(rank, code):
-                self._start_again(rank, code)
+            if not is_finished and self._goes_on_after(rank, code):
                 continue
             failed[rank] = code
             if not is_finished:
                 self._end_run(rank, code)
         return failed
 
-    def _may_start_again(self, rank: int, code: int) -> bool:
-        is_within = self._num_restarts < self._max_restarts or not self._is_new_fault(rank)
-        return code < 0 and not self._stops and is_within
+    def _goes_on_after(self, rank: int, code: int) -> bool:
+        """Start a rank again that ended, or let it leave; False if its end is that of the run."""
+        is_within = self._num_restarts < self._limits.max_restarts or not self._is_new_fault(rank)
+        if self._stops or not is_within:
+            return False
+        num_staying = self._limits.largest_world(len(self._members) - 1)
+        if num_staying and self._is_lost(rank, code):
+            self._let_leave(rank, code, num_staying=num_staying)
+            return True
+        if code < 0:
+            self._start_again(rank, code)
+        return code < 0
+
+    def _is_lost(self, rank: int, code: int) -> bool:
+        """Whether a rank died again without a new step in between, or did not start again.
+
+        Not so one that died of the fault of another rank.
+        """
+        if rank not in self._died_in:
+            return False
+        if not self._has_joined(rank):
+            return True
+        before = self._died_in[rank]
+        number = self._store.generation_of(rank)
+        assert number is not None, "it has joined"
+        begun = range(0 if before is None else before + 1, number + 1)
+        has_ended = self._store.current() > number
+        is_at_fault = not has_ended or self._store.fault(number).rank == rank
+        return code < 0 and is_at_fault and not self._store.has_new_step(begun)
+
+    def _has_joined(self, rank: int) -> bool:
+        """Whether a rank has joined a generation since it was started."""
+        number = self._store.generation_of(rank)
+        return number is not None and number != self._died_in.get(rank)
 
     def _is_new_fault(self, rank: int) -> bool:
         """Whether the death of a rank is the first of its generation, or came before it joined."""
-        number = self._store.generation_of(rank)
-        has_joined = number is not None and number != self._died_in.get(rank)
-        return not has_joined or number not in self._ended
+        return not self._has_joined(rank) or self._store.generation_of(rank) not in self._ended
 
     def _count_restart(self, rank: int) -> None:
         """Count the restart of a rank that died."""
@@ -229,6 +272,24 @@ class Supervisor:
         what = describe_exit(code)
         self._store.publish_final_error(FinalError(f"rank {rank}: {what}", is_reported=True))
         self._store.end_generation_of(Fault(rank, what, time.time(), is_death=True))
+
+    def _let_leave(self, rank: int, code: int, *, num_staying: int) -> None:
+        """End the generation of a rank that ended, and go on with the first of those that live.
+
+        Where they are more than form the layout, the last ones leave too, and end by themselves.
+        """
+        self._count_restart(rank)
+        staying = [member for member in self._members if member != rank][:num_staying]
+        self._members = tuple(staying)
+        leaves = f"{describe_exit(code)}; it leaves the run"
+        self._store.let_leave(staying, Fault(rank, leaves, time.time(), is_death=True))
+        names = ", ".join(map(str, staying))
+        print(
+            f"rank {rank}: {leaves}, {num_staying} of {self._num_ranks} ranks go on: {names}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._is_prepared = False
 
     def _start_again(self, rank: int, code: int) -> None:
         """End the generation of a rank that died, and start it again."""
@@ -264,7 +325,7 @@ def supervise(
     environment: Mapping[str, str],
     port: int,
     num_ranks: int,
-    max_restarts: int,
+    limits: Limits,
     stops: Sequence[int],
 ) -> dict[int, int]:
     """Run the ranks of this machine, which meet at a store of this process.
@@ -274,7 +335,7 @@ def supervise(
         environment: as for `RankStarter`.
         port: port of the store; 0 is a free one.
         num_ranks: ranks of the job.
-        max_restarts: as for `Supervisor`.
+        limits: as for `Supervisor`.
         stops: as for `Supervisor`.
 
     Returns:
@@ -298,7 +359,7 @@ def supervise(
         GenerationStore(PrefixStore(PREFIX, store)),
         num_ranks,
         start=ranks.start,
-        max_restarts=max_restarts,
+        limits=limits,
         stops=stops,
         prepare=ranks.prepare,
     )

@@ -10,7 +10,7 @@ runs/<name>/
   data-mix.jsonl     stages after `nanotrain data mix`, by the step that they begin with
   hang-report.txt    which rank the others waited for; hang-report.json for programs
   failures/          the error that ended a rank, by rank
-  restarts.jsonl     restarts in place: the fault, and where the seconds went
+  restarts.jsonl     restarts in place: the fault, the ranks that go on, and where the seconds went
   verdicts.jsonl     what to do after each failure (`nanotrain verdict`)
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run

@@ -29,6 +29,7 @@ from nanotrain.plan.plan import check_names
 from nanotrain.precision.fp8 import require_fp8
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
+from nanotrain.topology.smaller_world import require_smaller_world
 from nanotrain.train.trackers.table import TRACKERS, enabled_trackers
 
 log = get_logger(__name__)
@@ -75,6 +76,11 @@ def check_open_files(start: Start) -> None:
 def check_replaceable_names(start: Start) -> None:
     """The names of replaceable parts, such as optimizers, exist."""
     check_names(start.config)
+
+
+def check_ranks_may_leave(start: Start) -> None:
+    """The layout has a smaller world, where ranks may leave the run."""
+    require_smaller_world(start.config, start.launch.world_size)
 
 
 def check_folders(start: Start) -> None:
@@ -199,7 +205,7 @@ def check_memory(start: Start) -> None:
 
 # Groups of rows: a later group relies on what an earlier one has checked.
 CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
-    (check_open_files, check_replaceable_names, check_token_dispatcher),
+    (check_open_files, check_replaceable_names, check_token_dispatcher, check_ranks_may_leave),
     (check_folders,),
     (
         check_device,

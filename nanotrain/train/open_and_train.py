@@ -8,15 +8,21 @@
 All imports are at the top: `train/main.py` imports this file without garbage collection.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from nanotrain.comm.generations import Generation
-from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.parallel_context import Launch, ParallelContext
+from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import validate_for_world
 from nanotrain.log import get_logger, start_logging
 from nanotrain.plan.fitting import require_memory
 from nanotrain.plan.plan import plan_run
+from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.lock import lock_run
 from nanotrain.train.checks import Start
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.phases import EarlyEnd, largest_memory, train_in_phases
@@ -35,9 +41,35 @@ def _open_once(
     loaded: Loaded, generation: Generation | None, *, start: Start, early_end: EarlyEnd
 ) -> None:
     """Open the inputs, plan the run, join the groups and train to the end."""
+    if generation is not None:
+        start = replace(start, launch=start.launch.among(generation.members))
+    with taking_over(loaded.config, start.launch):
+        _open_planned(loaded, generation, start=start, early_end=early_end)
+
+
+@contextmanager
+def taking_over(config: Config, launch: Launch) -> Iterator[None]:
+    """What the first rank does in a run that lower ranks have left: it logs, and has the lock.
+
+    Args:
+        config: configuration of the run.
+        launch: place of this rank among those that are left.
+    """
+    if launch.rank != 0 or launch.local_rank == 0:
+        yield
+        return
+    start_logging(is_first=True)
+    with lock_run(RunFolder.of(config).path):
+        yield
+
+
+def _open_planned(
+    loaded: Loaded, generation: Generation | None, *, start: Start, early_end: EarlyEnd
+) -> None:
+    """Open, plan and train with the ranks that are left."""
     launch = start.launch
     world_size = launch.world_size
-    config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
+    config, inputs = open_inputs(loaded, reads_checkpoint=launch.is_first_local)
     if config.parallel.leaves_to_planner(start.device.type):
         from nanotrain.train.auto_layout import with_planned_settings
 

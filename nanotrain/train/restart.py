@@ -4,6 +4,9 @@ A fault ends the generation of the process groups (`comm/generations.py`). The r
 their groups and drop model and optimizer; imports and compiled kernels stay. The launcher starts a
 rank that died again, alone. All meet in the next generation, and open the run as a start does: from
 the newest checkpoint, in the memory of the hosts or on the disk.
+
+With `--inprocess-min-ranks` the launcher may let a rank leave. The next generation then has fewer
+data-parallel ranks, which load the checkpoint as any other number of ranks does.
 """
 
 import gc
@@ -52,8 +55,10 @@ def train_with_restarts(
 
 
 def _finishes(generations: Generations, train: Callable[[Generation | None], object]) -> bool:
-    """Train in the next generation; returns whether it came to the end of the run."""
+    """Train in the next generation; returns whether that was the last one of this rank."""
     generation = generations.join()
+    if generation is None:
+        return True
     try:
         with generation.watched():
             train(generation)

@@ -1,6 +1,8 @@
 """What ranks and launcher agree on after a fault: when the run goes on, and when it ends."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from nanotrain.comm.generation_store import (
     Fault,
     FinalError,
     GenerationStore,
+    Members,
     decide,
 )
 from nanotrain.runs import verdict
@@ -22,10 +25,14 @@ HUNG = Fault(1, "is behind", 5.0, step=6)  # as another rank noticed: rank 1 has
 def history(*faults: tuple[Fault, int]) -> Decision:
     """The decision of two ranks after faults, each with the step that rank 0 had reached."""
     store = GenerationStore(dist.HashStore())
+    reached = 0
     for number, (fault, step) in enumerate(faults):
         store.join(number, 1)
         store.end(number, fault)
         store.leave(number, 0, step=step)
+        if step > reached:
+            reached = step
+            store.note_new_step(number)
     return decide(store, len(faults), world_size=2, max_restarts=4)
 
 
@@ -83,6 +90,55 @@ def test_the_first_fault_of_a_generation_counts() -> None:
     assert (store.current(), store.fault(0)) == (1, KILLED)
     store.end_generation_of(KILLED)
     assert store.current() == 1, "it died before it joined the next one"
+
+
+def test_ranks_that_stay_join_from_the_next_generation_on() -> None:
+    store = GenerationStore(dist.HashStore())
+    assert store.members(0, 3) == Members((0, 1, 2))
+    store.end(0, KILLED)
+    store.let_leave([0, 2], KILLED)
+    assert store.current() == 2
+    assert [store.members(number, 3).ranks for number in range(3)] == [
+        (0, 1, 2),
+        (0, 1, 2),
+        (0, 2),
+    ]
+    store.let_leave([2], KILLED)
+    assert store.members(3, 3) == Members((2,), since=3) and store.members(2, 3).since == 2
+    store.finish(3)
+    assert store.is_finished(3)
+
+
+def test_a_fault_that_comes_meanwhile_does_not_hide_who_stays() -> None:
+    store = GenerationStore(dist.HashStore())
+    store._store.set("fault-0", json.dumps(asdict(HUNG)))  # another one ends generation 0 just now
+    store.let_leave([0], KILLED)
+    assert store.current() == 2 and store.fault(1) == KILLED
+    assert store.members(2, 2).ranks == (0,)
+
+
+def test_generations_without_a_new_step_are_counted_anew_where_a_rank_has_left() -> None:
+    store = GenerationStore(dist.HashStore())
+    store.end(0, KILLED)
+    store.let_leave([0, 2], KILLED)
+    errors = []
+    for number in range(2, 6):
+        errors.append(decide(store, number, world_size=3, max_restarts=9).error)
+        store.end(number, KILLED)
+    assert errors[:3] == ["", "", ""]
+    assert "3 faults without a new step" in errors[3]
+
+
+def test_a_step_is_new_where_no_generation_before_has_run_it() -> None:
+    store = GenerationStore(dist.HashStore())
+    for number, step in enumerate((9, 0, 4)):
+        if number != 1:  # not all joined
+            store.decide(number, decide(store, number, world_size=2, max_restarts=9))
+        store.end(number, KILLED)
+        if step:
+            store.leave(number, 0, step=step)
+    restart = decide(store, 3, world_size=2, max_restarts=9).restart
+    assert restart is not None and restart.reached == 9
 
 
 def test_what_is_published_is_read_back() -> None:

@@ -4,15 +4,15 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from nanotrain.comm.generation_store import Decision, FinalError, GenerationStore
+from nanotrain.comm.generation_store import Decision, Fault, FinalError, GenerationStore
 from nanotrain.launch.start_ranks import read_options, reason_for_agent
-from nanotrain.launch.supervisor import RankStarter, Supervisor, rank_environment
+from nanotrain.launch.supervisor import Limits, RankStarter, Supervisor, rank_environment
 from tests.harness import HANG_S
 
 
@@ -40,6 +40,7 @@ class Ranks:
         self.started: list[int] = []
         self.stops: list[int] = []
         self.joins = True
+        self.largest_world: Callable[[int], int] = lambda at_most: 0
 
     def start(self, rank: int) -> StandIn:
         if self.joins:
@@ -52,7 +53,7 @@ class Ranks:
             self.store,
             len(self.codes),
             start=self.start,
-            max_restarts=max_restarts,
+            limits=Limits(max_restarts, self.largest_world),
             stops=self.stops,
         )
         return supervisor.run()
@@ -79,6 +80,72 @@ def test_a_rank_that_dies_before_it_joins_is_started_again_only_so_often() -> No
     ranks.joins = False
     assert ranks.run(max_restarts=2) == {1: -9}
     assert ranks.started == [0, 1, 1, 1]
+
+
+def leaving(**codes: Sequence[int | None]) -> Ranks:
+    """Ranks of which two may go on alone."""
+    ranks = Ranks(**codes)
+    ranks.largest_world = lambda at_most: 2 if at_most >= 2 else 0
+    return ranks
+
+
+def members_of(ranks: Ranks) -> tuple[int, ...]:
+    return ranks.store.members(ranks.store.current(), len(ranks.codes)).ranks
+
+
+def test_a_rank_that_dies_again_without_a_new_step_leaves(
+    capfd: pytest.CaptureFixture,
+) -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, -9], r3=[0])
+    assert ranks.run() == {}
+    assert ranks.started == [0, 1, 2, 3, 2]
+    assert members_of(ranks) == (0, 1), "the last one leaves too, for three form no layout"
+    assert ranks.store.members(1, 4).ranks == (0, 1, 2, 3)
+    assert "it leaves the run, 2 of 4 ranks go on: 0, 1" in capfd.readouterr().err
+
+
+def test_a_rank_that_dies_again_after_a_new_step_is_started_again() -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, -9, 0])
+    ranks.store.note_new_step(1)
+    assert ranks.run() == {}
+    assert ranks.started == [0, 1, 2, 2, 2] and members_of(ranks) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("code", [-9, 2])
+def test_a_rank_that_does_not_start_again_leaves(code: int) -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, code])
+    ranks.joins = False
+    assert ranks.run() == {}
+    assert ranks.started == [0, 1, 2, 2] and members_of(ranks) == (0, 1)
+
+
+def test_a_rank_that_died_of_the_fault_of_another_one_does_not_leave() -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, -9, 0])
+    start = ranks.start
+
+    def start_after_fault(rank: int) -> StandIn:
+        started = start(rank)
+        if ranks.started.count(2) == 2:
+            ranks.store.end(1, Fault(0, "is behind", 1.0))
+        return started
+
+    ranks.start = start_after_fault  # type: ignore[method-assign]
+    assert ranks.run() == {}
+    assert members_of(ranks) == (0, 1, 2)
+
+
+def test_no_rank_leaves_where_too_few_are_left() -> None:
+    ranks = leaving(r0=[0], r1=[-9, -9, 0])
+    assert ranks.run() == {}
+    assert members_of(ranks) == (0, 1)
+
+
+def test_a_rank_that_has_left_ends_as_it_likes() -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, -9], r3=[None])
+    supervisor = Supervisor(ranks.store, 4, start=ranks.start, limits=Limits(3))
+    supervisor._members = (0, 1, 2)
+    supervisor.processes = {3: StandIn(2)}
+    assert supervisor._poll() == {} and not supervisor.processes
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -115,7 +182,7 @@ def test_a_spare_process_is_prepared_once_the_ranks_have_met_and_after_every_res
         ranks.store,
         2,
         start=ranks.start,
-        max_restarts=3,
+        limits=Limits(3),
         prepare=lambda: prepared.append(ranks.store.current()),
     )
     ranks.store.decide(1, Decision())

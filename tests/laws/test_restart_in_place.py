@@ -1,5 +1,6 @@
 """Law L3 for restarts in place: a run with a fault of one rank goes on in the processes of the other
-ranks, and ends as if nothing had happened, to the bit.
+ranks, and ends as if nothing had happened, to the bit. Where the rank leaves it ends as one that was
+stopped, and started again with fewer ranks.
 """
 
 import functools
@@ -21,8 +22,17 @@ from nanotrain.checkpoint import background
 from nanotrain.cli.launch import print_verdict
 from nanotrain.comm.generation_store import GenerationStore
 from nanotrain.comm.generations import PREFIX, SUPERVISED
-from nanotrain.launch.supervisor import LOCAL, Supervisor, open_local_store, rank_environment
+from nanotrain.config.load import load
+from nanotrain.launch.supervisor import (
+    LOCAL,
+    Limits,
+    Supervisor,
+    open_local_store,
+    rank_environment,
+)
+from nanotrain.runs.lock import is_in_use
 from nanotrain.system import OF_TORCHRUN
+from nanotrain.topology.smaller_world import largest_world
 from nanotrain.train import build
 from nanotrain.train import fit as trainer
 from nanotrain.train import main as entry
@@ -31,6 +41,7 @@ from tests.laws.command_line import (
     ForkedRanks,
     arguments,
     assert_same_to_the_bit,
+    steps_of,
 )
 from tests.laws.more_layouts import with_mark
 
@@ -154,6 +165,10 @@ class Job:
         path = self.run / "restarts.jsonl"
         return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
 
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [json.loads(row) for row in (self.run / "starts.jsonl").read_text().splitlines()]
+
     def train(self, line: Sequence[str], *troubles: Trouble) -> "Job":
         store = open_local_store(0)
         address = (LOCAL, store.port)
@@ -171,7 +186,7 @@ class Job:
             GenerationStore(PrefixStore(PREFIX, store)),
             self.num_ranks,
             start=start,
-            max_restarts=MAX_RESTARTS,
+            limits=Limits(MAX_RESTARTS, functools.partial(largest_world, load(line).config)),
         )
         limit = threading.Timer(HANG_S, self._kill, args=[supervisor])
         limit.start()
@@ -244,6 +259,91 @@ def test_a_run_with_a_fault_of_one_rank_ends_as_if_nothing_had_happened(
     assert job.started == [*range(num_ranks), *started], "only these were started again"
     assert [row["step"] for row in job.restarts] == steps, job.output
     assert_same_to_the_bit(job.run, reference(num_ranks, flags if num_ranks > 2 else ""))
+
+
+AGAIN = (0, 1)  # generations
+# ranks, flags, troubles, ranks that are started again, ranks that go on
+LEAVES = {"the first of three leaves": (3, "", [Trouble("kill", 0, generations=AGAIN)], [0], 2)}
+MORE_LEAVES = {
+    "one of three leaves": (3, "", [Trouble("kill", 1, generations=AGAIN)], [1], 2),
+    "a replica of two leaves": (4, TWO_BY_TWO, [Trouble("kill", 2, generations=AGAIN)], [2], 2),
+    "the first rank of a replica leaves": (
+        4,
+        TWO_BY_TWO,
+        [Trouble("kill", 0, generations=AGAIN)],
+        [0],
+        2,
+    ),
+    "another one dies afterwards": (
+        3,
+        "",
+        [Trouble("kill", 0, generations=AGAIN), Trouble("kill", 1, step=7, generations=(2,))],
+        [0, 1],
+        2,
+    ),
+    "two of three leave": (
+        3,
+        "",
+        [Trouble("kill", 0, generations=AGAIN), Trouble("kill", 1, generations=(2, 3))],
+        [0, 1],
+        1,
+    ),
+    "its replacement dies while it restores": (
+        3,
+        "",
+        [Trouble("kill"), Trouble("kill", where="restore", generations=(1,))],
+        [1],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*LEAVES, *with_mark(MORE_LEAVES)])
+def test_ranks_go_on_without_one_that_leaves_as_after_a_start_with_fewer(
+    folder: Path, reference: Callable[[int, str], Path], case: str
+) -> None:
+    num_ranks, flags, troubles, started, num_staying = (LEAVES | MORE_LEAVES)[case]
+    expected = stopped_and_started(folder, case, ranks=(num_ranks, num_staying), flags=flags)
+    job = Job(folder / case.replace(" ", "-"), num_ranks)
+    min_ranks = f"{IN_PLACE} --inprocess-min-ranks 1"
+    job.train(arguments(job.run, FLAGS, min_ranks, flags), *troubles)
+    assert not job.failed, job.output
+    assert job.started == [*range(num_ranks), *started]
+    assert job.restarts[-1]["ranks"] == num_staying and job.restarts[-1]["step"] == 4
+    assert_same_to_the_bit(job.run, expected)
+    losses = [row["loss"] for row in steps_of(reference(num_ranks, flags))]
+    assert [row["loss"] for row in steps_of(job.run)] == pytest.approx(losses, rel=1e-6)
+    assert [start["world_size"] for start in job.starts][-1] == num_staying
+    assert not is_in_use(job.run)
+
+
+@pytest.mark.more_layouts
+def test_ranks_go_on_without_one_that_leaves_from_the_checkpoint_in_memory(
+    folder: Path, tmp_path: Path
+) -> None:
+    expected = stopped_and_started(folder, "memory", ranks=(3, 2), flags="", step=6)
+    job = Job(folder / "leaves-memory", 3)
+    line = arguments(job.run, FLAGS, f"{IN_PLACE} --inprocess-min-ranks 2 {MEMORY} {tmp_path}")
+    job.train(line, Trouble("kill", 1, step=7, generations=AGAIN))
+    assert not job.failed, job.output
+    assert [row["step"] for row in job.restarts] == [6, 6], job.output
+    assert [row["ranks"] for row in job.restarts] == [3, 2]
+    assert job.output.count("resuming from memory: step-00000006, 3 of 3 shards") == 2
+    assert_same_to_the_bit(job.run, expected)
+
+
+def stopped_and_started(
+    folder: Path, name: str, *, ranks: tuple[int, int], flags: str, step: int = 4
+) -> Path:
+    """The folder of a run that was stopped after a step, and started again with fewer ranks."""
+    run = folder / f"stopped-{name.replace(' ', '-')}"
+    for number, num_ranks in enumerate(ranks):
+        output = folder / f"{run.name}-{number}"
+        output.mkdir()
+        line = arguments(run, FLAGS, flags, "" if number else f"--exit-interval {step}")
+        finished = ForkedRanks(line, folder=output, num_ranks=num_ranks).wait()
+        assert finished.exit_code == 0, finished.output
+    return run
 
 
 def test_a_rank_that_dies_in_a_save_to_memory_goes_on_from_the_save_before(

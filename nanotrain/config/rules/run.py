@@ -49,36 +49,6 @@ def check_memory_checkpoints(c: Settings) -> Errors:
         )
 
 
-def check_inprocess_restart(c: Settings) -> Errors:
-    """A restart in place goes on from a complete checkpoint of the run itself."""
-    if not c.train.inprocess_restart:
-        return
-    if not c.checkpoint.save:
-        yield ConfigError(
-            "inprocess_restart with save false",
-            why="a restart goes on from the newest checkpoint of the run",
-            fix="leave --inprocess-restart or --no-save out",
-        )
-    if not c.checkpoint.save_optim:
-        yield ConfigError(
-            "inprocess_restart without save_optim",
-            why="a restart needs the state of the optimizer",
-            fix="leave --inprocess-restart or --no-save-optim out",
-        )
-    if not c.checkpoint.auto_resume:
-        yield ConfigError(
-            "inprocess_restart with auto_resume false",
-            why="a restart goes on from the newest checkpoint of the run folder",
-            fix="leave --inprocess-restart or --no-auto-resume out",
-        )
-    if c.checkpoint.load is not None and not c.checkpoint.finetune:
-        yield ConfigError(
-            f"inprocess_restart with load {c.checkpoint.load}",
-            why="a restart would read that checkpoint again, not the newest of this run",
-            fix="leave --inprocess-restart or --load out",
-        )
-
-
 def check_warmup(c: Settings) -> Errors:
     """The warmup leaves a part of the schedule."""
     optim = c.optim

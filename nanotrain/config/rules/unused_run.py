@@ -259,7 +259,10 @@ def unused_trackers(c: Settings) -> UnusedFields:
         yield unused("preflight_factor", by="preflight", why="preflight is off")
     if not train.inprocess_restart:
         yield unused(
-            "inprocess_max_iterations", by="inprocess_restart", why="inprocess_restart is off"
+            "inprocess_max_iterations",
+            "inprocess_min_ranks",
+            by="inprocess_restart",
+            why="inprocess_restart is off",
         )
     if not train.tensorboard:
         yield unused("tensorboard_dir", by="tensorboard", why="tensorboard is off")

@@ -5,10 +5,12 @@ import time
 
 from nanotrain.comm.generation_store import Restart
 from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.runs.failures import remove_hang
 from nanotrain.runs.files import disk_errors, open_append, write_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
+from nanotrain.train.step_report import StepReport
 
 FILE = "restarts.jsonl"
 
@@ -24,11 +26,17 @@ class RestartHook(Hook):
     def before_training(self, run: Run) -> None:
         self._built_s = time.time()
 
+    def after_step(self, run: Run, report: StepReport) -> None:
+        generation = run.context.generation
+        if generation is not None and run.context.control.is_first:
+            generation.completed(report.step)
+
     def begin_writing(self, run: Run, *, step: int) -> None:
         generation = run.context.generation
         if generation is None or generation.restart is None or not run.context.control.is_first:
             return
         restart = generation.restart
+        num_ranks = len(generation.members)
         seconds = seconds_of_restart(
             restart,
             connected_s=generation.connected_s,
@@ -38,10 +46,11 @@ class RestartHook(Hook):
         total_s = sum(seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         log.info(
-            "restart in place %d of at most %d, from step %d: %s; %.2f s: %s",
+            "restart in place %d of at most %d, from step %d%s: %s; %.2f s: %s",
             generation.number,
             generation.max_restarts,
             step,
+            f" on {count_of(num_ranks, 'rank')}" if generation.num_left else "",
             restart.fault.text,
             total_s,
             parts,
@@ -50,6 +59,7 @@ class RestartHook(Hook):
             "time_s": restart.fault.time_s,
             "restart": generation.number,
             "step": step,
+            "ranks": num_ranks,
             "rank": restart.fault.rank,
             "fault": restart.fault.what,
             "fault_step": restart.fault.step,

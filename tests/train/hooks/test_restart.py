@@ -15,7 +15,14 @@ def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
 ) -> None:
     HangRecord(10.0, "rank 1 is stopped", ()).write(tmp_path)
     restart = Restart(Fault(1, "is stopped", 10.0, step=6), noticed_s=10.5, met_s=12.0)
-    generation = SimpleNamespace(number=1, max_restarts=3, restart=restart, connected_s=12.5)
+    generation = SimpleNamespace(
+        number=1,
+        max_restarts=3,
+        restart=restart,
+        connected_s=12.5,
+        members=(0, 2),
+        num_left=1,
+    )
     control = SimpleNamespace(is_first=True)
     run: Any = SimpleNamespace(
         context=SimpleNamespace(generation=generation, control=control),
@@ -26,6 +33,7 @@ def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
     hook.begin_writing(run, step=4)
     row = json.loads((tmp_path / FILE).read_text())
     assert (row["step"], row["fault_step"], row["fault"]) == (4, 6, "is stopped")
+    assert (row["ranks"], row["rank"]) == (2, 1)
     assert read_hang(tmp_path) is None
 
 
