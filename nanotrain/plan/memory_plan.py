@@ -23,13 +23,12 @@ from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.graph_memory import plan_graphs, returned_by_graphs
 from nanotrain.plan.host_memory import describe_host_memory, memory_checkpoint_bytes
 from nanotrain.plan.model_plan import ModelPlan, plan_model
-from nanotrain.plan.plan import check_names
+from nanotrain.plan.plan import plan_topology
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes, held_by_routers
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.layer_sizes import INT64
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import UNCONNECTED
-from nanotrain.topology.replays import require_replicas
 from nanotrain.topology.topology import Topology
 
 # cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which
@@ -132,23 +131,11 @@ def plan_memory(
         device: "cpu" or "cuda".
         schedule: `train_schedule` of these arguments, where it was built before.
     """
-    topology, shape = _open(config, world_size)
+    topology = plan_topology(config, world_size)
+    shape = ModelShape.of(config.model)
     return memory_of(
         config, topology, shape=shape, pp_rank=pp_rank, device=device, schedule=schedule
     )
-
-
-def _open(config: Config, world_size: int) -> tuple[Topology, ModelShape]:
-    """The ranks and the model that all ranks of a run share.
-
-    Raises:
-        ConfigError: an unknown name, or replays without replicas.
-        TopologyError: a layout that does not fit the ranks.
-    """
-    check_names(config)
-    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    require_replicas(topology, replay_interval=config.train.replay_interval)
-    return topology, ModelShape.of(config.model)
 
 
 def memory_of(
@@ -244,7 +231,8 @@ def _num_communicators(plan: ModelPlan) -> int:
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most; arguments as for `plan_memory`."""
-    topology, shape = _open(config, world_size)
+    topology = plan_topology(config, world_size)
+    shape = ModelShape.of(config.model)
     schedule = train_schedule(config, world_size)
     plans = []
     for pp_rank in range(topology.dense.size("pp")):

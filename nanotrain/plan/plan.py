@@ -7,7 +7,7 @@ time for all of them.
 `traffic.sent_bytes` computes the bytes that a step sends from a plan.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -84,9 +84,7 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
         ConfigError: an unknown name, a batch that does not fit, or replays without replicas.
         TopologyError: a layout that does not fit the ranks or the model.
     """
-    check_names(config)
-    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    require_replicas(topology, replay_interval=config.train.replay_interval)
+    topology = plan_topology(config, world_size)
     batch_size = global_batch_size(config.train, topology.dense.size("dp"))
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has
     # changed.
@@ -94,16 +92,8 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
     shape = ModelShape.of(config.model)
     model = plan_model(config, topology, shape=shape, rank=rank, stage=stage)
     groups = model.groups
-    readers = _readers(config.data, groups, end_ranks=topology.end_ranks)
-    sampler = SamplerConfig(
-        dp_rank=groups["dp"].index,
-        dp_size=groups["dp"].size,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=batch_size,
-        schedule=batch_schedule(config),
-        lengths=length_schedule(config),
-        readers_per_sample=readers.num_ranks,
-        unread_length=None if readers.includes_rank else config.data.seq_length,
+    sampler = _plan_sampler(
+        config, groups, batch_size=batch_size, readers=_readers(config.data, topology, groups)
     )
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     schedule = config.parallel.pipeline_schedule
@@ -111,7 +101,13 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
     if config.parallel.ddp_average_in_collective:
         num_averaged_ranks = groups["dp_cp"].size
     return Plan(
-        **vars(model),
+        config=model.config,
+        topology=model.topology,
+        rank=model.rank,
+        groups=model.groups,
+        shape=model.shape,
+        stages=model.stages,
+        trainable=model.trainable,
         sampler=sampler,
         train_schedule=plan_train_schedule(
             config,
@@ -124,6 +120,19 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
     )
 
 
+def plan_topology(config: Config, world_size: int) -> Topology:
+    """The ranks of a run and their groups, once its names of implementations are checked.
+
+    Raises:
+        ConfigError: an unknown name, or replays without replicas.
+        TopologyError: a layout that does not fit the ranks.
+    """
+    check_names(config)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
+    require_replicas(topology, replay_interval=config.train.replay_interval)
+    return topology
+
+
 class Readers(NamedTuple):
     """Ranks that read a sample."""
 
@@ -132,7 +141,7 @@ class Readers(NamedTuple):
 
 
 def _readers(
-    data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ranks: Sequence[int]
+    data: DataConfig, topology: Topology, groups: Mapping[GroupName, GroupSpec]
 ) -> Readers:
     """The ranks that read a sample.
 
@@ -141,9 +150,25 @@ def _readers(
     """
     pp = groups["pp"]
     is_by_all = data.reset_position_ids or data.reset_attention_mask
-    pipeline_ranks = range(pp.size) if is_by_all else end_ranks
+    pipeline_ranks = range(pp.size) if is_by_all else topology.end_ranks
     num_ranks = groups["tp"].size * groups["cp"].size * len(pipeline_ranks)
     return Readers(num_ranks, pp.index in pipeline_ranks)
+
+
+def _plan_sampler(
+    config: Config, groups: Mapping[GroupName, GroupSpec], *, batch_size: int, readers: Readers
+) -> SamplerConfig:
+    """The samples that this rank reads of global batches of `batch_size`."""
+    return SamplerConfig(
+        dp_rank=groups["dp"].index,
+        dp_size=groups["dp"].size,
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=batch_size,
+        schedule=batch_schedule(config),
+        lengths=length_schedule(config),
+        readers_per_sample=readers.num_ranks,
+        unread_length=None if readers.includes_rank else config.data.seq_length,
+    )
 
 
 def plan_train_schedule(
