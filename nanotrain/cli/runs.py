@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from nanotrain.cli.addresses import is_fetched, read_path, show, written_path
 from nanotrain.cli.parser import CommandParser
@@ -86,20 +87,26 @@ def runs(argv: Sequence[str]) -> int:
         "folder",
         type=read_path,
         nargs="?",
-        default="runs",
-        help="folder of run folders (default: runs)",
+        help="folder of run folders (default: runs; inside of it the current folder)",
     )
     args = parser.parse_args(argv)
-    if not args.folder.is_dir():
-        raise ConfigError(
-            f"there is no folder {args.folder}",
-            why="it should hold run folders",
-            fix="name another",
-        )
     from nanotrain.report.history import find_runs
     from nanotrain.report.terminal import list_runs, terminal
 
-    list_runs(find_runs(args.folder), console=terminal())
+    folder = args.folder or Path("runs")
+    if args.folder is None and not folder.is_dir() and find_runs(Path.cwd()):
+        folder = Path.cwd()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {folder}",
+            why="it should hold run folders",
+            fix="name another",
+        )
+    found = find_runs(folder)
+    if not found:
+        show(f"no runs in {folder}: none of its folders has a config.yaml")
+        return 0
+    list_runs(found, console=terminal())
     return 0
 
 

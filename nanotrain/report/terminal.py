@@ -24,7 +24,7 @@ def terminal() -> Console:
 def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
     """Print one row per run: state, step, loss, rate, last change, size."""
     if not runs:
-        console.print("no runs here")
+        console.print("no runs")
         return
     rows = [summary_of(run) for run in runs]
     columns = list(rows[0])

@@ -4,6 +4,7 @@ import pytest
 
 from nanotrain.cli.runs import compare, report, runs, timeline, watch
 from nanotrain.errors import ConfigError
+from tests.report.runs import write_run
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,15 @@ def test_arguments_that_cannot_be_are_one_error(command, argv, message):
     with pytest.raises(ConfigError) as caught:
         command(argv)
     assert message in str(caught.value)
+
+
+def test_runs_are_listed_inside_of_their_folder_too(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "runs" / "tiny")
+    for folder in (tmp_path, tmp_path / "runs"):
+        monkeypatch.chdir(folder)
+        assert runs([]) == 0
+        assert "tiny" in capsys.readouterr().out
+    assert runs([str(tmp_path)]) == 0
+    assert (
+        f"no runs in {tmp_path}: none of its folders has a config.yaml" in capsys.readouterr().out
+    )

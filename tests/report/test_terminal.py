@@ -48,7 +48,7 @@ def test_a_long_name_is_folded_and_not_cut(tmp_path: Path) -> None:
 
 
 def test_an_empty_list() -> None:
-    assert printed(list_runs, [], 80) == ["no runs here"]
+    assert printed(list_runs, [], 80) == ["no runs"]
 
 
 def test_a_comparison_shows_results_settings_and_losses(runs: list[RunHistory]) -> None:
