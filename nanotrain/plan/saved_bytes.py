@@ -55,7 +55,10 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of the blocks of a stage, or of its layers of multi-token prediction."""
+    """Bytes of the blocks of a stage, or of its layers of multi-token prediction.
+
+    The fields are those of `StageBytes`.
+    """
 
     kept: int
     recomputed: int
@@ -189,25 +192,27 @@ class SavedBytes:
         )
 
     def blocks(self, layers: Sequence[int]) -> BlockBytes:
-        """Blocks of a stage that are recomputed, offloaded, or kept but for some modules."""
+        """Bytes of blocks with the recomputation or the offloading of the configuration."""
         complete = [self.block(layer) for layer in layers]
         if self.memory.recompute_granularity == "full":
-            # recomputation reads what layers keep for later layers
-            inside = []
-            num_kept = 0
+            # state of layers that later layers read is never recomputed
+            without_shared = []
+            num_shared = 0
             for layer, block in zip(layers, complete, strict=True):
-                kept = self.shape.kept(layer)
-                saved = [source for source in kept if SHARED[source.kind].is_saved]
-                inside.append(block - shared_bytes(self.sizes, saved))
-                num_kept += shared_bytes(self.sizes, kept)
-            blocks = self._recomputed_blocks(inside)
-            return replace(blocks, kept=blocks.kept + num_kept, complete=blocks.complete + num_kept)
+                sources = self.shape.kept(layer)
+                saved = [source for source in sources if SHARED[source.kind].is_saved]
+                without_shared.append(block - shared_bytes(self.sizes, saved))
+                num_shared += shared_bytes(self.sizes, sources)
+            blocks = self._recomputed_blocks(without_shared)
+            return replace(
+                blocks, kept=blocks.kept + num_shared, complete=blocks.complete + num_shared
+            )
         if self.memory.cpu_offloading:
             return self._offloaded_blocks(complete)
         return self._selected_blocks(layers, complete)
 
     def _recomputed_blocks(self, complete: list[int]) -> BlockBytes:
-        """Groups of blocks of which the input is kept, and blocks that are kept after them."""
+        """Bytes of groups of blocks that keep only their input, and of the blocks after them."""
         block_input = self.sizes.outside * self.stream_bytes
         groups = recomputed_groups(self.config, len(complete))
         group_bytes = []
@@ -222,7 +227,10 @@ class SavedBytes:
         )
 
     def _offloaded_blocks(self, complete: list[int]) -> BlockBytes:
-        """The first blocks are in host memory until their backward, which needs two at once."""
+        """Bytes of blocks of which the first ones are offloaded to host memory.
+
+        Their backward needs two blocks at once on the device.
+        """
         num_offloaded = min(self.memory.cpu_offloading_num_layers, len(complete))
         pairs = zip(complete[:num_offloaded], [0, *complete], strict=False)
         return BlockBytes(

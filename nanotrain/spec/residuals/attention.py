@@ -11,7 +11,7 @@ from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Norm, Operator, Operators, Residual, Saved
 from nanotrain.spec.residuals.plain import declare_plain
-from nanotrain.spec.residuals.residual import Sublayer, in_residual
+from nanotrain.spec.residuals.residual import Sublayer, normalized_operators
 
 # operators of the weights of a sublayer and of those of the head, in a forward and in a backward;
 # counted by a dispatch mode
@@ -42,7 +42,7 @@ def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     operators: Operators = []
     for sublayer in sublayers:
         operators += [weights, pass_over_streams(s, "read")]
-        operators += in_residual(s, sublayer)[:-1]
+        operators += normalized_operators(s, sublayer)
         operators.append(pass_over_streams(s, "write"))
     return operators
 

@@ -7,7 +7,7 @@ from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operators, Saved
 from nanotrain.spec.residuals.plain import declare_plain
-from nanotrain.spec.residuals.residual import Sublayer, addition, in_residual
+from nanotrain.spec.residuals.residual import Sublayer, addition, normalized_operators
 
 # vectors that autograd keeps: both weights, and what that of x is computed from
 NUM_VECTORS = 5
@@ -29,5 +29,5 @@ def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     weighted = replace(addition(s), name="weighted_add", saves=(output, weights))
     operators: Operators = []
     for sublayer in sublayers:
-        operators += [*in_residual(s, sublayer)[:-1], weighted]
+        operators += [*normalized_operators(s, sublayer), weighted]
     return operators

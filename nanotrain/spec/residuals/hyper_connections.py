@@ -20,7 +20,7 @@ from nanotrain.spec.residuals.plain import declare_plain
 from nanotrain.spec.residuals.residual import (
     Sublayer,
     hidden_norm,
-    in_residual,
+    normalized_operators,
 )
 from nanotrain.spec.shape import ModelShape
 
@@ -69,7 +69,17 @@ def declare_mhc_end(declare: Declaration) -> Specs:
 def _projection(
     declare: Declaration, shape: tuple[int, int], *, num_biases: int, num_scales: int
 ) -> Specs:
-    """Weights that depend on the token, and those that do not; outside of the sharded region."""
+    """The parameters of a connection: a matrix, biases and scales.
+
+    The matrix gives weights that depend on the token, the biases are the same for all tokens. Every
+    tp rank has all of them.
+
+    Args:
+        declare: sizes of the layer.
+        shape: outputs and inputs of the matrix.
+        num_biases: length of the bias vector.
+        num_scales: length of the vector of scales.
+    """
     weight = replace(declare.weight(*shape), needs_whole_matrix=False)
     specs: tuple[ParamSpec, ...] = (
         weight,
@@ -99,11 +109,19 @@ def hyper_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
 def _operators(
     s: LayerSizes, sublayers: Sequence[Sublayer], *, project: Product, weigh: Norm
 ) -> Operators:
+    """Sublayers between reading and mixing of the streams.
+
+    Args:
+        s: sizes of the layer.
+        sublayers: sublayers of the layer.
+        project: the projection of the streams to the weights of a connection.
+        weigh: the weights of the streams from that projection.
+    """
     operators: Operators = []
     for sublayer in sublayers:
         weights = (f"{sublayer.name}_connection.weight",)
         operators += [replace(project, weights=weights), weigh, _pass_over_streams(s, "read")]
-        operators += in_residual(s, sublayer)[:-1]
+        operators += normalized_operators(s, sublayer)
         output = Saved(s.outside * s.width)
         operators.append(replace(_pass_over_streams(s, "mix"), saves=(output,)))
     return operators
@@ -127,7 +145,7 @@ def _weigh(s: LayerSizes, *, forward: int, backward: int) -> Norm:
 
 
 def _project(s: LayerSizes, *, outputs: int, inputs: int, weights: tuple[str, ...] = ()) -> Product:
-    """The weights of the streams, which keeps the streams and what it returns."""
+    """The projection of the streams to their weights; it saves the streams and its outputs."""
     n = s.shape.residual_streams
     streams = Saved(n * s.outside * s.width)
     returned = Saved(s.outside * _weight_bytes(s))

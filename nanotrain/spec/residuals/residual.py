@@ -2,6 +2,7 @@
 
 Sublayer                        a token mixer or an MLP with the name of its parameters
 with_norms, norm_operator       norms of the input and of the output of a sublayer
+normalized_operators            operators of sublayer(norm(x)), and the norm of the output
 in_residual                     operators of x + sublayer(norm(x))
 """
 
@@ -67,6 +68,11 @@ def has_own_norms(shape: ModelShape, sublayer: Sublayer, *, layer: int) -> bool:
 
 def in_residual(s: LayerSizes, sublayer: Sublayer) -> Operators:
     """A sublayer with its norms and the addition to the residual stream."""
+    return [*normalized_operators(s, sublayer), addition(s)]
+
+
+def normalized_operators(s: LayerSizes, sublayer: Sublayer) -> Operators:
+    """A sublayer with the norms of its input and of its output."""
     has_pre, has_post = s.shape.norms_of(s.layer)
     inner = sublayer.kind.operators(s)
     operators = [*inner]
@@ -74,7 +80,7 @@ def in_residual(s: LayerSizes, sublayer: Sublayer) -> Operators:
         operators.insert(0, input_norm(s, inner))
     if has_post:  # never recomputed
         operators.append(norm_operator(s))
-    return [*operators, addition(s)]
+    return operators
 
 
 def input_norm(s: LayerSizes, inner: Operators) -> Norm:
