@@ -255,15 +255,18 @@ def notes(line: CommandLine) -> Iterator[str]:
         yield f"{flags} parts of Megatron-LM that do not exist here"
     saving = [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]
     if saving:
-        yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
+        yield (
+            "features of Megatron-LM that save time or memory and do not exist here: "
+            f"{'; '.join(saving)}"
+        )
     differing = [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.differs]
     if differing:
-        yield f"files and logs that are others here: {'; '.join(differing)}"
+        yield f"files and logs that differ from Megatron-LM's: {'; '.join(differing)}"
     left_out = other_defaults(line)
     if left_out:
         yield (
             f"settings left out whose defaults differ from Megatron-LM's: {', '.join(left_out)}; "
-            "--megatron-defaults takes those"
+            "--megatron-defaults takes Megatron-LM's"
         )
 
 

@@ -48,7 +48,7 @@ def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
         if is_same_tokenizer(tokenizer, other) is False:
             raise ConfigError(
                 f"{first} and {prefix} were prepared with different tokenizers",
-                why=f"those are {tokenizer} and {other}, in which the same id is different text",
+                why=f"one id stands for different texts in {tokenizer} and {other}",
                 fix=f"prepare one of them again, for example {prefix} with --tokenizer {tokenizer}",
             )
 
@@ -61,13 +61,13 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
         source: prefix of the token files; a text has no tokenizer.
 
     Raises:
-        ConfigError: they have another one.
+        ConfigError: they have another tokenizer.
     """
     corpus = recorded_tokenizer(path_or_address(prefix_of(source)))
     if model is not None and corpus is not None and is_same_tokenizer(model, corpus) is False:
         raise ConfigError(
             f"{source} was prepared with another tokenizer than the model's",
-            why=f"those are {corpus} and {model}, in which the same id is different text",
+            why=f"one id stands for different texts in {corpus} and {model}",
             fix=f"evaluate on the text itself, or prepare it with --tokenizer {model}",
         )
 
@@ -80,14 +80,14 @@ def require_run_tokenizer(folder: Path, tokenizer: str | None) -> None:
         tokenizer: tokenizer of the data, as `load_tokenizer` takes it; None if unknown.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the tokenizer of the data is another one.
     """
     if tokenizer is None or not (folder / VOCABULARY).is_file():
         return
     if is_same_tokenizer(str(folder), tokenizer) is False:
         raise ConfigError(
             f"the data has another tokenizer than the run in {folder.parent}",
-            why=f"those are {tokenizer} and {folder}, in which the same id is different text",
+            why=f"one id stands for different texts in {tokenizer} and {folder}",
             fix=f"prepare the data with --tokenizer {folder}, or train in another folder with "
             "--run-dir",
         )

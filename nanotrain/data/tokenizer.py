@@ -159,7 +159,7 @@ class FastTokenizer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What differs from AutoTokenizer for the same files, and why."""
+        """One line for each difference from AutoTokenizer with the same files."""
         notes = []
         if self.dropout:
             notes.append(
@@ -315,7 +315,7 @@ Tokenizer: TypeAlias = ByteTokenizer | FastTokenizer | SlowTokenizer
 
 
 def document_start(tokenizer: Tokenizer) -> list[int]:
-    """The tokens before a document: the end of the previous document, or a line break.
+    """The tokens that stand for an empty prompt: the end of a document before it, or a line break.
 
     Raises:
         DataError: the tokenizer has neither.

@@ -78,7 +78,7 @@ def test_validation_takes_as_many_samples(arguments, eval_iters):
 
 def test_files_in_another_form_are_named_in_the_log():
     notes = loaded("--ckpt-format torch_dist --log-energy --dist-ckpt-workers 2").notes
-    (note,) = [note for note in notes if note.startswith("files and logs that are others here")]
+    (note,) = [note for note in notes if note.startswith("files and logs that differ from")]
     assert "--ckpt-format (checkpoints are a manifest" in note
     assert "--log-energy (energy is not measured)" in note
     assert "--dist-ckpt-workers" not in note

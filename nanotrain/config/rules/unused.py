@@ -133,6 +133,7 @@ def absent_sections(c: Settings) -> UnusedFields:
     """The fields of the sections that a model does not have."""
     for section in optional_sections():
         if section.is_absent(c.config):
+            # two rows: fields that are an error if they are set, and fields that are reset
             yield section.unused(is_harmless=False)
             yield section.unused(is_harmless=True)
 
