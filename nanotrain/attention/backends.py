@@ -274,8 +274,8 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
     if need.dtype not in ability.dtypes:
         missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
     if device.torch_version < backend.torch_version:
-        needed = _dotted(backend.torch_version)
-        installed = _dotted(device.torch_version)
+        needed = _version_text(backend.torch_version)
+        installed = _version_text(device.torch_version)
         missing.append(f"needs torch {needed} or newer, not {installed}")
     if need.is_deterministic and not backend.obeys_deterministic:
         missing.append("is not deterministic")
@@ -294,14 +294,14 @@ def _lacks_capability(
     """Why a GPU is too old, or too new."""
     if device.capability is None:
         return []
-    capability = _dotted(device.capability)
+    capability = _version_text(device.capability)
     if device.capability < backend.capability:
-        return [f"needs compute capability {_dotted(backend.capability)}, not {capability}"]
+        return [f"needs compute capability {_version_text(backend.capability)}, not {capability}"]
     if device.cudnn < backend.first_cudnn:
         return [f"needs cuDNN {_cudnn_text(backend.first_cudnn)}, not {_cudnn_text(device.cudnn)}"]
     last = backend.last_capability
     if last is not None and device.capability > last:
-        return [f"takes compute capabilities up to {_dotted(last)}, not {capability}"]
+        return [f"takes compute capabilities up to {_version_text(last)}, not {capability}"]
     is_too_old_for_bf16 = need.dtype == "bf16" and device.capability < FIRST_BF16
     if backend.is_in_graphs and is_too_old_for_bf16:
         return [f"takes bf16 from compute capability 8.0 on, not {capability}"]
@@ -368,7 +368,8 @@ def _cudnn_text(version: int) -> str:
     return f"{major}.{minor}.{patch}" if version else "none"
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _version_text(version: tuple[int, int]) -> str:
+    """A version or a compute capability as text: 2.10."""
     return ".".join(map(str, version))
 
 

@@ -46,24 +46,25 @@ from nanotrain.spec.kinds.dsa import BLOCK_SCORES
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """The indexer's projections of queries and of the keys up to the last of them."""
+    """Index queries, and the index keys of all tokens up to the last query."""
 
     query: Tensor  # [B, Q, G, E]
     key: Tensor  # [B, S, E]
     size: int  # keys of a block
     topk: int  # blocks per query
-    num_local: int  # of them, the block of the query and the ones just before it
-    loss: IndexerLoss | None = None  # None: gradients, if any, are zero
-    gathers: bool = False  # attention gathers the selected blocks, or masks the others
+    # blocks that every query attends to: the block of the query and the ones just before it
+    num_local: int
+    loss: IndexerLoss | None = None  # None: no loss, the gradients are zero
+    gathers: bool = False  # whether attention gathers the selected blocks; else it masks the others
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What the loss differentiates."""
+        """The tensors for which the loss has gradients."""
         return self.query, self.key
 
     @property
     def reads_values(self) -> bool:
-        """Always True: values are tensors of their own."""
+        """Always True: values are separate tensors, not channels of the keys."""
         return True
 
     def with_key(self, key: Tensor) -> "BlockIndex":
@@ -118,11 +119,11 @@ class KeyBlocks:
 
     @property
     def num_keys(self) -> int:
-        """S."""
+        """Keys of a sequence (S)."""
         return self.numbers.shape[1]
 
     def num_before(self, query: int) -> int:
-        """Blocks up to that of a query, in any sample."""
+        """Blocks up to the block of a query, in the sample that has the most."""
         last = self.host_numbers[:, query].max()
         return int(last) + 1
 
@@ -219,10 +220,11 @@ class BlockSelection:
     Args:
         index: index of the queries and keys of the call.
         call: the queries, and the keys that they may attend to.
-        softcap: of the scores of attention.
+        softcap: bound of the scores of attention; None for none.
 
     Attributes:
-        selected: by the first query: [B, G, rows, M] bool, the selected ones of the first M blocks.
+        selected: [B, G, rows, M] bool, which of the first M blocks are selected, by the first of
+            the queries that were selected for together.
     """
 
     def __init__(self, index: BlockIndex, call: AttentionCall, *, softcap: float | None) -> None:
@@ -326,7 +328,7 @@ class BlockSelection:
         return per_block.transpose(1, 2)
 
     def _loss_gradients(self, scores: BlockScores, *, mask: Tensor, target: Tensor) -> Tensor:
-        """Count the divergence; its gradient by the products, [B, rows, G, M, L]."""
+        """Add up the divergence; returns its gradient by the products, [B, rows, G, M, L]."""
         scale = self.index.query.shape[-1] ** -0.5
         scaled = scores.largest * scale
         scaled.masked_fill_(~mask, -torch.inf)
@@ -342,7 +344,10 @@ class BlockSelection:
         return grads.scatter_(-1, slot, grad[..., None])
 
     def gradients(self) -> list[Tensor]:
-        """Count the loss; its gradients by the tensors of the index, a mean over all groups."""
+        """Add the loss to the sums of the layer; returns the gradients of the index.
+
+        Both are means over all groups.
+        """
         index = self.index
         num_groups = index.query.shape[2]
         loss = index.loss

@@ -219,8 +219,9 @@ class CompressedTiles(TilePlan):
         return mask[:, None]
 
     def ends_before(self, tile: Tile) -> Tensor:
-        """[B or 1, queries, keys] bool, whether the window of a key ends before a query, in its
-        segment, or with it.
+        """[B or 1, queries, keys] bool, whether the window of a key ends at or before a query.
+
+        It also has to end in the query's segment.
         """
         assert self.windows is not None and self.starts is not None, "there are compressed keys"
         queries = self.queries[tile.queries]
@@ -276,11 +277,11 @@ def plan_compressed(
 
 @dataclass(frozen=True)
 class CompressedKeys:
-    """The compressed keys of full sequences, and what says which of them a query attends to."""
+    """The compressed keys of full sequences, and the index that selects among them."""
 
     keys: Tensor  # [B, T, D], of all heads
     windows: KeyWindows
-    index: Index | None = None  # None: a query attends to all before it
+    index: Index | None = None  # None: a query attends to all compressed keys before it
 
 
 def attend_compressed(

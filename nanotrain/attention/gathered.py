@@ -24,7 +24,7 @@ from nanotrain.spec.kinds.dsa import GATHERED_NUMEL
 
 @dataclass(frozen=True)
 class AttentionResults:
-    """The attention of rows."""
+    """Outputs of the attention of R queries, and their weights."""
 
     out: Tensor  # [R, N, Dv]
     lse: Tensor  # [R, N], log-sum-exp of the scores
@@ -33,7 +33,7 @@ class AttentionResults:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Gradients of rows, and their output, computed again."""
+    """Gradients of R queries and their keys, and the output, which is computed again."""
 
     query: Tensor  # [R, N, D]
     keys: Tensor  # [R, K, D] in the accumulation dtype, with the gradients of values

@@ -297,7 +297,7 @@ class _Backward:
     def _add_keys(
         self, absorbed: Tensor, selected: SelectedKeys, *, sums: AttentionResult, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of keys; the gradient of the queries, and the output.
+        """Add the gradients of keys; returns the gradient of the queries, and the output.
 
         Args:
             absorbed: [B, rows, N, C + R], queries.

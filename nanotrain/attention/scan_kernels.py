@@ -48,7 +48,7 @@ class ScanKernel:
 
     @property
     def advice(self) -> str:
-        """What a run on a GPU lacks without its package."""
+        """The line that recommends the package of this row to a run on a GPU."""
         titles = [TITLES[rule] for rule in self.rules if rule in TITLES]
         rules = " and ".join(titles)
         return (
@@ -152,7 +152,7 @@ def installed_packages() -> frozenset[str]:
 
 
 def missing_packages(mixers: Iterable[str], *, installed: frozenset[str]) -> tuple[ScanKernel, ...]:
-    """The first row of each scan of some mixers, where none of its packages is there."""
+    """The package to recommend for each scan of some mixers that has no package installed."""
     rules = {RULES[mixer] for mixer in mixers if mixer in RULES}
     missing: dict[str, ScanKernel] = {}
     for rule in sorted(rules):

@@ -51,13 +51,13 @@ class IndexerLoss:
 
 @dataclass(frozen=True)
 class Index:
-    """The indexer's projections of queries and of the keys up to the last of them."""
+    """Index queries, and the index keys of all tokens up to the last query."""
 
     query: Tensor  # [B, Q, I, E]
     key: Tensor  # [B, S, E]
     weight: Tensor  # [B, Q, I]
     topk: int  # keys per query
-    loss: IndexerLoss | None = None  # None: gradients, if any, are zero
+    loss: IndexerLoss | None = None  # None: no loss, the gradients are zero
     # the up-projections of compressed keys and values, of which the selected ones are gathered;
     # None for keys and values of each head, of which the others are masked
     up: UpProjection | None = None
@@ -82,12 +82,12 @@ class Index:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loss differentiates."""
+        """The tensors for which the loss has gradients."""
         return self.query, self.key, self.weight
 
     @property
     def reads_values(self) -> bool:
-        """Whether values are tensors of their own, and no channels of compressed keys."""
+        """Whether values are separate tensors, not channels of compressed keys."""
         return self.up is None
 
     def with_key(self, key: Tensor) -> "Index":
@@ -159,7 +159,7 @@ class KeptSelection:
 
     @property
     def reads_values(self) -> bool:
-        """Whether values are tensors of their own; as of `Index`."""
+        """Whether values are separate tensors; as of `Index`."""
         return self.up is None
 
     def with_key(self, key: Tensor) -> "KeptSelection":
@@ -272,7 +272,10 @@ class IndexGradients:
         keys.add_grad(narrow, query, total=self.key)
 
     def finish(self) -> list[Tensor]:
-        """Count the loss; the gradients in the dtypes of the index, times the scale of the loss."""
+        """Add the loss to the sums of the layer; returns the gradients of the index.
+
+        They have the dtypes of the index, and are multiplied by the scale of the loss.
+        """
         loss = self.index.loss
         scale: float | Tensor = 1.0
         if loss is not None:

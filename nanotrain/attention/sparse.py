@@ -127,7 +127,7 @@ def _select_keys(
 
 @dataclass(frozen=True)
 class MaskedSelection:
-    """The selected keys of queries, which are added some at a time, and the loss of the index."""
+    """The selected keys of queries and the loss of the index; `add` adds some queries at a time."""
 
     index: AnyIndex
     softcap: float | None  # of the scores of attention

@@ -115,7 +115,7 @@ class Checkpointer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that make another one."""
+        """The constructor's arguments for a checkpointer with the same settings."""
         return {
             name: getattr(self, name)
             for name in ("folder", "group", "keep_last", "keep_every", "timeout_s")

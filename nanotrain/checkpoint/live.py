@@ -46,7 +46,7 @@ MEMORY_BYTES = 2 * ROUND_BYTES + PIECE_BYTES
 
 @dataclass(frozen=True)
 class Moved:
-    """What a restore from memory moved."""
+    """The traffic of a restore from memory."""
 
     sent_bytes: int = 0  # by all ranks
     kept_bytes: int = 0  # copied inside ranks
@@ -75,7 +75,7 @@ class LiveCheckpoint:
         self.moved = Moved()  # by the last restore
 
     def connect(self, world: Group, control: Group) -> None:
-        """Use these groups of all ranks, those that leave included."""
+        """Set the groups of all ranks; ranks that leave are members too."""
         self._world = world
         self.group = control
 
@@ -206,7 +206,7 @@ def _entries(held: Iterable[Mapping[TensorBox, str]]) -> dict[str, TensorEntry]:
 
 
 def _moved(plan: TransferPlan, num_ranks: int, *, num_rounds: int, begun: float) -> Moved:
-    """The numbers of a plan that was carried out."""
+    """The traffic of a plan that was carried out."""
     return Moved(
         sent_bytes=plan.sent_bytes,
         kept_bytes=sum(transfer.nbytes for transfer in plan.kept),

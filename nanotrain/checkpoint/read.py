@@ -126,9 +126,9 @@ class ShardFile:
 
     Args:
         path: the file; it may be in object storage.
-        source: what is read; None for the file.
-        headers: of files that were open before, to which that of this one is added; None: it is
-            read.
+        source: an open source to read in place of the file; None for the file.
+        headers: headers of files that were opened before; the header of this file is added. None:
+            the header is read from the file.
 
     Raises:
         DamagedCheckpoint: it is missing, a link, no regular file, or has no readable header.
@@ -291,7 +291,11 @@ def read_box(
 ) -> torch.Tensor:
     """One box of a tensor of a step folder, on the CPU, in the checkpoint's dtype.
 
-    `manifest` is that of the folder, `headers` is as of `ShardFile`.
+    Args:
+        path: the step folder.
+        manifest: manifest of the folder.
+        box: the box.
+        headers: headers of shard files that were opened before, as for `ShardFile`.
     """
     entry = manifest.tensors[box.name]
     tensor = torch.empty(box.box.shape, dtype=TORCH_DTYPES[entry.dtype])

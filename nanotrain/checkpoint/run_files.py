@@ -124,7 +124,10 @@ def _keep(file: Path, partial: Path, *, stat: Stat) -> Synced:
 
 
 def _as_downloaded(file: Path, stat: Stat) -> Synced | None:
-    """The record of a file with size and time of its object, as older versions left it."""
+    """The record of a file that an older version downloaded without a record.
+
+    It has the size and the time of its object; None for any other file.
+    """
     status = file.stat()
     if (status.st_size, status.st_mtime) != (stat.size, stat.changed):
         return None

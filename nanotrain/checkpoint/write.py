@@ -236,8 +236,9 @@ def _write_chunk(
 def is_finite(data: memoryview, dtype: str) -> bool:
     """Whether all values of a buffer are finite.
 
-    Two maxima of integers, of positive and of negative values: 32 GB/s next to a checksum,
-    `isfinite` 1 (measured).
+    The bits of a float, read as an integer, are at least those of infinity if it is infinite or
+    NaN. So two maxima suffice, of positive and of negative values: they read 32 GB/s in memory
+    that a checksum has just read, `isfinite` 1 GB/s (measured).
 
     Args:
         data: bytes of the values.

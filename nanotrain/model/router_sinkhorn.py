@@ -32,7 +32,10 @@ ITERATIONS = 32  # a number, so that the host does not wait for the device
 
 
 class SinkhornRouter(Router):
-    """A router that chooses experts by a plan in training, and the best ones otherwise."""
+    """A router that balances the choice of experts in training by Sinkhorn's algorithm.
+
+    Without gradients every token gets its best experts, as in `Router`.
+    """
 
     def choose(
         self,

@@ -106,7 +106,7 @@ def search(
             why=f"each of {space.num_formed:,} layouts needs at least {least}",
             fix="add GPUs, choose GPUs with more memory, or shorten --seq-length",
         )
-    lighter = _fitting(_lighter(candidates, factor=FRONTIER_STEP))
+    lighter = _predictions_that_fit(_lighter(candidates, factor=FRONTIER_STEP))
     frontier = tuple(_lighter([best[0], *lighter]))
     return Search(
         best, alike, frontier=frontier, num_formed=space.num_formed, num_timed=len(candidates)
@@ -127,7 +127,7 @@ def next_change(prediction: Prediction) -> Prediction | None:
     longest = prediction.time.total if prediction.headroom >= 0 else inf
     changes = sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total)
     faster = (candidate for candidate in changes if candidate.time.total < longest)
-    return next(_fitting(faster), None)
+    return next(_predictions_that_fit(faster), None)
 
 
 def layout_of(config: Config) -> dict[str, Any]:
@@ -135,8 +135,11 @@ def layout_of(config: Config) -> dict[str, Any]:
     return {name: value_of(config, ENTRIES[name].key) for name in NAMES}
 
 
-def _fitting(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
-    """Layouts whose other pipeline ranks fit; the first rank of every candidate does."""
+def _predictions_that_fit(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
+    """The candidates whose pipeline ranks all fit, with the memory of the rank that needs the most.
+
+    A candidate was formed with the memory of its first pipeline rank, which fits.
+    """
     for candidate in candidates:
         scenario = candidate.scenario
         plans = (memory_of_rank(scenario, rank) for rank in range(1, scenario.sizes["pp"]))
@@ -149,7 +152,7 @@ def _fastest(
 ) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
     """The ties of the fastest fitting layout, the simplest first, and the NUM_BEST fastest."""
     fitting: list[Prediction] = []
-    for prediction in _fitting(candidates):
+    for prediction in _predictions_that_fit(candidates):
         is_tie = not fitting or prediction.time.total <= TIE * fitting[0].time.total
         if len(fitting) >= (MAX_TIES if is_tie else NUM_BEST):
             break

@@ -82,7 +82,7 @@ class Recipe:
     def needed_capability(self) -> str:
         """The GPUs that have the products, in words."""
         if self.last_capability is None:
-            return f"{_dotted(self.capability)} or newer"
+            return f"{_capability_text(self.capability)} or newer"
         return f"{self.capability[0]}.x"
 
 
@@ -140,7 +140,7 @@ def require_fp8(fp8: Fp8Config | None, capability: Capability | None) -> None:
         return
     flag = "--fp4-format e2m1" if recipe.is_two_level else f"--fp8-recipe {fp8.recipe}"
     raise ConfigError(
-        f"{flag} on a GPU of compute capability {_dotted(capability)}",
+        f"{flag} on a GPU of compute capability {_capability_text(capability)}",
         why=f"its products need compute capability {recipe.needed_capability}",
         fix=_fitting_setting(fp8, capability),
     )
@@ -158,5 +158,6 @@ def _fitting_setting(fp8: Fp8Config, capability: Capability) -> str:
     return f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "set --fp8-format none"
 
 
-def _dotted(capability: Capability) -> str:
+def _capability_text(capability: Capability) -> str:
+    """A compute capability as NVIDIA writes it: 9.0."""
     return ".".join(map(str, capability))

@@ -247,7 +247,7 @@ class Remote:
         options = SCHEMES[self.scheme].upload(part)
 
         def request(wait: Wait) -> None:
-            callback = _moves(wait)
+            callback = _progress_callback(wait)
             self._client().put_file(str(file), self.path, callback=callback, **options)
 
         self._retried("written", request)
@@ -322,26 +322,26 @@ class Remote:
         return StorageFault(f"{self} cannot be {what}", why=reason, fix=cause_of(error).fix)
 
 
-def _moves(wait: Wait) -> Any:
-    """A callback of fsspec that moves a wait with every part."""
+def _progress_callback(wait: Wait) -> Any:
+    """A callback of fsspec that records progress of a wait with every part."""
     from fsspec.callbacks import Callback
 
-    class Moves(Callback):
+    class RecordProgress(Callback):
         def call(self, *args: object, **options: object) -> None:
             wait.move()
 
-    return Moves()
+    return RecordProgress()
 
 
 def _stat(entry: dict[str, Any]) -> Stat:
     """The facts of an object, under the names that a provider gives them."""
     tags = (entry.get(key) for key in ("ETag", "etag", "md5Hash", "generation", "oid", "blob_id"))
     version = next((str(tag) for tag in tags if tag), "")
-    return Stat(int(entry["size"]), _changed(entry), version)
+    return Stat(int(entry["size"]), _time_of_change(entry), version)
 
 
-def _changed(entry: dict[str, Any]) -> float:
-    """The time of the last change, under the name that a provider gives it."""
+def _time_of_change(entry: dict[str, Any]) -> float:
+    """The time of the last change, from the entry that the provider has for it; 0 if none."""
     for key in ("LastModified", "last_modified", "updated", "mtime"):
         value = entry.get(key)
         if isinstance(value, str):

@@ -156,7 +156,7 @@ def prediction_of(seconds: float, axes: int, *, strategy: str = "optim") -> Any:
 def test_of_layouts_that_are_nearly_as_fast_the_simplest_comes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search_module, "_fitting", iter)
+    monkeypatch.setattr(search_module, "_predictions_that_fit", iter)
     fastest = prediction_of(1.0, 3)
     reduced_often = prediction_of(1.01, 0, strategy="optim_grads")
     simple, as_simple = prediction_of(1.03, 1), prediction_of(1.02, 1)

@@ -109,7 +109,12 @@ if triton is not None:
         how: tl.tuple,
         dim: tl.constexpr,
     ) -> tl.tensor:
-        """Factors of a tile whose values along `dim` are a line; computed scales are stored."""
+        """Factors that scale a tile to the range of fp8; scales that are computed are stored.
+
+        `dim` is the dim of the tile along which the values of a line lie; `where` is explained in
+        triton_scales.py.
+        """
+        _, _, _, start, _, _ = where
         if how.block_rows > 1:
             factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
         elif how.block == 0:
@@ -118,7 +123,7 @@ if triton is not None:
                 factors = tl.expand_dims(factors, dim)
         else:
             inverse = inverse_scale(tl.max(magnitude, dim), how)
-            store_scales(target, lines, where[3] // how.tile, inverse, where)
+            store_scales(target, lines, start // how.tile, inverse, where)
             factors = tl.expand_dims(tl.div_rn(1.0, inverse), dim)
         return factors
 
@@ -157,7 +162,7 @@ if triton is not None:
     ) -> None:
         """Write the transposed form of a tile with short blocks, one block of rows at a time."""
         columns, end = read
-        length = where[4]
+        _, _, _, _, length, _ = where
         words = tl.zeros([how.tile], tl.int32)
         for i in tl.static_range(how.tile // how.block):
             rows = first + i * how.block + tl.arange(0, how.block)

@@ -113,12 +113,13 @@ if triton is not None:
         target: tl.tuple, lines: tl.tensor, magnitude: tl.tensor, where: tl.tuple, how: tl.tuple
     ) -> tl.tensor:
         """Factors [tile, tile] of blocks of 32 values of lines."""
+        _, _, _, _, length, _ = where
         size: tl.constexpr = how.tile
         num_blocks: tl.constexpr = size // how.block
         blocks = tl.reshape(magnitude, [size, num_blocks, how.block])
         inverse = inverse_scale(tl.max(blocks, 2), how)
         index = tl.arange(0, num_blocks)[None, :]
-        is_block = index * how.block < where[4]
+        is_block = index * how.block < length
         exponents = tl.where(is_block, exponent(inverse), 0)
         store_words(target, lines, tl.sum(exponents << (8 * index), 1), where, how)
         factors = tl.div_rn(1.0, inverse)[:, :, None]

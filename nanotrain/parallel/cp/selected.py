@@ -39,7 +39,7 @@ class SelectionIndex(Protocol):
 
     @property
     def reads_values(self) -> bool:
-        """Whether values are tensors of their own, and no channels of the keys."""
+        """Whether values are separate tensors, not channels of the keys."""
 
     def with_key(self, key: Tensor) -> Self:
         """The index with other keys."""

@@ -148,7 +148,7 @@ def _gather_symmetric(
     group: Group,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """torch's products over symmetric memory."""
+    """torch's operator of gather and products, which reads symmetric memory of other ranks."""
     others = group.size - 1
     group.record("all_gather", num_bytes=others * x.values.nbytes)
     if x.block == PER_ROW:
@@ -160,10 +160,10 @@ def _gather_symmetric(
         [_weight_scales(weight) for weight in weights],
         SEQUENCE,
         group_name(group),
-        [None] * len(weights),
-        [None] * len(weights),
+        [None] * len(weights),  # no bias
+        [None] * len(weights),  # no scale of the result
         [torch.bfloat16] * len(weights),
-        [True] * len(weights),
+        [True] * len(weights),  # as products of the forward
     )
     return tuple(output.contiguous().to(dtype) for output in outputs)
 

@@ -279,6 +279,7 @@ def forward_in_graph(
 
 @forward_in_graph.register_fake
 def _(inputs: Any, weights: Any, *, name: str, is_row: bool, size: int) -> list[Tensor]:
+    """The shapes of the products that `forward_in_graph` returns."""
     x = inputs[0]
     batch, length, _ = x.shape
     length = length // size if is_row else length * size
@@ -295,8 +296,9 @@ def backward_in_graph(
     writes: Sequence[bool],
     overlap: str,
 ) -> list[Tensor]:
-    """`_backward` in a compiled graph: the needed gradients of x and of weights, but for those that
-    are written.
+    """`_backward` in a compiled graph: the needed gradients of x and of the weights.
+
+    A gradient that is written where it is accumulated is left out.
 
     Args:
         inputs: x, as it was saved; the handle of the tp group; the gradients of the outputs.
@@ -324,8 +326,9 @@ def backward_in_graph(
 def _(
     inputs: Any, weights: Any, *, flags: Any, trains: Any, writes: Any, overlap: str
 ) -> list[Tensor]:
+    """The shapes of the gradients that `backward_in_graph` returns."""
     x = inputs[0]
-    needs_dgrad = flags[2]
+    _, _, needs_dgrad = flags
     gradients = [x.new_empty(x.shape)] if needs_dgrad else []
     for weight, is_trained, is_written in zip(weights, trains, writes, strict=True):
         if is_trained and not is_written:

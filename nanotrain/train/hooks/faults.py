@@ -159,7 +159,7 @@ class ReplicasHook(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if _is_due(run, report.step):
             with gathered(run.data_parallel):
-                _compare(run, run.data_parallel, when=f"after step {report.step}")
+                _compare_replicas(run, run.data_parallel, when=f"after step {report.step}")
 
 
 class _BeforeUpdate(StepPart):
@@ -172,15 +172,21 @@ class _BeforeUpdate(StepPart):
     def sums(self, *, is_logged: bool) -> None:
         step = self._run.state.step + 1
         if self._resident and _is_due(self._run, step):
-            _compare(self._run, self._resident, when=f"before the update of step {step}")
+            _compare_replicas(self._run, self._resident, when=f"before the update of step {step}")
 
 
 def _is_due(run: Run, step: int) -> bool:
     return step % run.config.train.check_weight_hash_across_dp_replicas_interval == 0
 
 
-def _compare(run: Run, data_parallel: Sequence[ParamBuffer], *, when: str) -> None:
-    """Compare the parameters of wrappers, which are complete."""
+def _compare_replicas(run: Run, data_parallel: Sequence[ParamBuffer], *, when: str) -> None:
+    """Compare the parameters of some wrappers with their replicas; collective.
+
+    Args:
+        run: the run.
+        data_parallel: wrappers with parameters of full size, gathered where they are sharded.
+        when: moment of the comparison for the error, as "after step 4".
+    """
     params: dict[str, Tensor] = {}
     for stage in run.stages.values():
         params.update(stage.named_parameters())
