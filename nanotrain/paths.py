@@ -4,7 +4,7 @@ expanded, local_path    the text of a path that a user typed, and the path
 require_utf8            refuse a text that no file can record
 require_path            refuse an address
 Address                 an address of object storage; path_or_address for settings that take either
-is_secret               whether the name of a variable of the environment is that of a secret
+is_secret               whether a variable of the environment looks like a secret by its name
 """
 
 import os

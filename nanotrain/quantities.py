@@ -125,7 +125,7 @@ def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Rows as lines of aligned columns; those in `right` are right-aligned.
+    """Rows as lines of aligned columns; columns in `right` are right-aligned.
 
     >>> table_lines([("step", "loss"), ("10", "1")], right=[1])
     ['step  loss', '10       1']

@@ -80,7 +80,7 @@ def open_file(path: Path, *, follows_links: bool = False, most: int = LARGEST) -
 
 
 def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one per line, of a large file those of the last `most` bytes.
+    """The objects of a file with one object per line; of a large file the last `most` bytes.
 
     Other lines, those of MAX_LINE bytes or more, and a file that cannot be read are left out.
     """

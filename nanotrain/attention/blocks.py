@@ -166,7 +166,7 @@ class KeyBlocks:
         return may_attend & is_document[..., None]
 
     def distances(self, queries: Tensor, num_blocks: int) -> Tensor:
-        """[B or 1, Q, num_blocks] int64, blocks from each block to that of a query."""
+        """[B or 1, Q, num_blocks] int64, blocks from each block to the block of a query."""
         blocks = torch.arange(num_blocks, device=queries.device)
         own_blocks = self.numbers[:, queries]
         return own_blocks[..., None] - blocks

@@ -60,7 +60,7 @@ def _scan(
 class _ChunkScan(torch.autograd.Function):
     """Query, key, value, decay, rate, initial state -> outputs and final state.
 
-    Cumulative decays are kept in place of those of single tokens.
+    Cumulative decays are kept in place of the decays of single tokens.
     """
 
     @staticmethod

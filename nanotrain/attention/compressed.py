@@ -122,7 +122,7 @@ def compress_tokens(
     Only its inputs are kept for the backward.
 
     Args:
-        value: [B, S, D], or [B, S, 2 D] of two series: for the window after that of a token, and
+        value: [B, S, D], or [B, S, 2 D] of two series: for the window after a token's own, and
             for its own.
         gate: the same shape.
         bias: [m, D] or [m, 2 D], of gates.

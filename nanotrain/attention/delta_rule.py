@@ -198,8 +198,8 @@ class _Chunks:
         value = split(inputs.value)
         decay = split(inputs.decay)
         beta = split(inputs.beta)
-        query = _normalized(query)
-        key = _normalized(key)
+        query = _unit_vectors(query)
+        key = _unit_vectors(key)
         scale = query.shape[-1] ** -0.5
         return cls(query * scale, key, value, decay.cumsum(-2), beta, document)
 
@@ -264,7 +264,7 @@ class _Chunks:
         return logarithms.masked_fill(~self._is_allowed, -torch.inf).exp()
 
 
-def _normalized(x: Tensor) -> Tensor:
+def _unit_vectors(x: Tensor) -> Tensor:
     """Vectors divided by their lengths."""
     squares = (x * x).sum(-1, keepdim=True)
     return x * torch.rsqrt(squares + NORM_EPS)

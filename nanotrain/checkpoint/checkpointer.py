@@ -181,9 +181,7 @@ class Checkpointer:
         self._in_flight = step, BackgroundSave(lambda is_cancelled: self._write(save, is_cancelled))
 
     def _write(self, save: "StartedSave", is_cancelled: Callable[[], bool]) -> Path | None:
-        """Write the shard of this rank; on the first rank, commit it with those of the others. Runs
-        on a thread.
-        """
+        """Write the shard of this rank; on the first rank commit all shards. Runs on a thread."""
         temporary, index = save.temporary, self.group.index
         try:
             write_report(temporary, self._write_shard(save), index=index)
@@ -302,7 +300,7 @@ class Checkpointer:
         # One reader: every rank needs all of it, of a 70B model at 16,384 ranks 112 MB, which are
         # sent as 16.
         with without_collection():
-            sent = run_on_first(self.group, lambda: _pickled(self._read_manifest(path)))
+            sent = run_on_first(self.group, lambda: _pickle_manifest(self._read_manifest(path)))
             manifest: Manifest = pickle.loads(zlib.decompress(sent))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
@@ -385,7 +383,7 @@ class Checkpointer:
             self._stall_s += time.perf_counter() - start
 
 
-def _pickled(manifest: Manifest) -> bytes:
+def _pickle_manifest(manifest: Manifest) -> bytes:
     """A manifest, pickled and compressed."""
     return zlib.compress(pickle.dumps(manifest), 1)
 

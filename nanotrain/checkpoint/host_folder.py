@@ -63,7 +63,7 @@ def host_root(base: Path, host: str) -> Path:
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Make a folder of a run, and mark it as that of a running one until the end of the block."""
+    """Make a folder of a run, and mark its run as running until the end of the block."""
     with disk_errors(folder, fix=_FIX):
         folder.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -78,7 +78,7 @@ def in_use(folder: Path) -> Iterator[None]:
 def remove_dead(root: Path, *, address: str, key: str | None) -> list[Path]:
     """Remove the folders of runs that will not be restarted, and return them.
 
-    Those are runs that began anew in the run folder of this run, and runs without a process for a
+    A run is dead if another one began anew in the same run folder, or if it had no process for a
     day.
 
     Args:
@@ -100,7 +100,7 @@ def remove_dead(root: Path, *, address: str, key: str | None) -> list[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder of a run, and those above it that are empty then."""
+    """Remove the folder of a run, and the folders above it that are then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # other runs of this user or hosts are in it
         folder.parent.rmdir()

@@ -45,7 +45,7 @@ MEMORY_BYTES = 2 * ROUND_BYTES + PIECE_BYTES
 
 
 @dataclass(frozen=True)
-class Moved:
+class RestoreTraffic:
     """The traffic of a restore from memory."""
 
     sent_bytes: int = 0  # by all ranks
@@ -72,7 +72,7 @@ class LiveCheckpoint:
         self._dtypes: dict[str, torch.dtype] = {}  # of the tensors of all ranks, by name
         self._world = Group.single_rank("world")
         self.group = Group.single_rank("control")  # all ranks, for objects
-        self.moved = Moved()  # by the last restore
+        self.moved = RestoreTraffic()  # by the last restore
 
     def connect(self, world: Group, control: Group) -> None:
         """Set the groups of all ranks; ranks that leave are members too."""
@@ -119,7 +119,7 @@ class LiveCheckpoint:
             element_bytes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
         )
         num_rounds = self._carry_out(plan, fitted)
-        self.moved = _moved(plan, self._world.size, num_rounds=num_rounds, begun=begun)
+        self.moved = _traffic_of(plan, self._world.size, num_rounds=num_rounds, begun=begun)
         return manifest
 
     def leave(self) -> None:
@@ -151,7 +151,7 @@ class LiveCheckpoint:
                 outgoing.setdefault(transfer.destination, []).append(transfer)
             if transfer.destination == rank:
                 incoming.setdefault(transfer.source, []).append(transfer)
-        sends = [Message(self._packed(chosen), peer) for peer, chosen in outgoing.items()]
+        sends = [Message(self._pack(chosen), peer) for peer, chosen in outgoing.items()]
         receives = [Message(self._buffer(chosen), peer) for peer, chosen in incoming.items()]
         started = start_send_recv(sends, receives, group=self._world)
         for chosen, work in zip(incoming.values(), started.received, strict=True):
@@ -163,7 +163,7 @@ class LiveCheckpoint:
         nbytes = sum(transfer.nbytes for transfer in transfers)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _packed(self, transfers: Sequence[Transfer]) -> Tensor:
+    def _pack(self, transfers: Sequence[Transfer]) -> Tensor:
         """The bytes of some transfers, one after the other."""
         buffer = self._buffer(transfers)
         start = 0
@@ -205,9 +205,11 @@ def _entries(held: Iterable[Mapping[TensorBox, str]]) -> dict[str, TensorEntry]:
     return entries
 
 
-def _moved(plan: TransferPlan, num_ranks: int, *, num_rounds: int, begun: float) -> Moved:
+def _traffic_of(
+    plan: TransferPlan, num_ranks: int, *, num_rounds: int, begun: float
+) -> RestoreTraffic:
     """The traffic of a plan that was carried out."""
-    return Moved(
+    return RestoreTraffic(
         sent_bytes=plan.sent_bytes,
         kept_bytes=sum(transfer.nbytes for transfer in plan.kept),
         most_sent_bytes=max(plan.sent_by(num_ranks)),

@@ -135,7 +135,7 @@ class MemoryCheckpointer(Checkpointer):
         super().start_save(step, tensors, prunes=prunes, **content)
 
     def drop(self, *, keep: int | None = None) -> None:
-        """Delete the checkpoints on this host but that of one step."""
+        """Delete the checkpoints on this host, except the checkpoint of one step."""
         if not self._memory.is_host_first:
             return
         for path in step_entries(self.folder):
@@ -232,7 +232,7 @@ class MemoryCheckpointer(Checkpointer):
         return final
 
     def _commit_on_host(self, save: StartedSave, messages: Messages) -> None:
-        """Commit the checkpoint on the hosts besides that of the first rank."""
+        """Commit the checkpoint on all hosts but the first rank's."""
         text = messages.take("manifest")
         if not self.group.is_first:
             commit.commit(self.folder, save.manifest.step, text=text)

@@ -68,7 +68,7 @@ class PeerServer:
 def _bound_address(address: str) -> str:
     """The address on which a server listens; empty for all interfaces.
 
-    A name of this machine may be that of its loopback interface here, and not on other hosts.
+    Here a name of this machine may stand for its loopback interface; on other hosts it does not.
 
     >>> _bound_address("10.0.0.2"), _bound_address("localhost"), _bound_address("node1")
     ('10.0.0.2', 'localhost', '')

@@ -53,7 +53,7 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes; None for what is no regular file."""
+        """Bytes; None for anything but a regular file."""
 
     def read_into(self, into: memoryview, offset: int) -> int:
         """Read at an offset; the number of bytes, which is 0 at the end of the file."""

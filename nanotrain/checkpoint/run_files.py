@@ -71,14 +71,14 @@ def keep_newer(files: Mapping[str, Stat], remote: Remote, *, folder: Path, is_ah
     for name, stat in files.items():
         entry = record.get(name)
         with disk_errors(folder / name):
-            synced[name] = _newer(
+            synced[name] = _keep_newer_version(
                 remote / name, stat, file=folder / name, entry=entry, is_ahead=is_ahead
             )
     if synced != record:
         _write_record(folder, synced)
 
 
-def _newer(
+def _keep_newer_version(
     remote: Remote, stat: Stat, *, file: Path, entry: Synced | None, is_ahead: bool
 ) -> Synced:
     """The newer version of one file, which is in the folder then."""
@@ -93,7 +93,7 @@ def _newer(
     if is_longer or (entry is not None and entry.is_content_of(file)):
         return _replace(file, partial, stat=stat)
     if is_ahead or _begins_with(file, partial):
-        return _keep(file, partial, stat=stat)
+        return _keep_local(file, partial, stat=stat)
     kept = file.with_name(f".{file.name}.replaced")
     os.replace(file, kept)
     log.info("%s is now that of %s, of a later step; the one before is %s", file, remote, kept)
@@ -116,7 +116,7 @@ def _replace(file: Path, partial: Path, *, stat: Stat) -> Synced:
     return Synced.of(file, stat)
 
 
-def _keep(file: Path, partial: Path, *, stat: Stat) -> Synced:
+def _keep_local(file: Path, partial: Path, *, stat: Stat) -> Synced:
     """Keep the local version; record the object's version, so that the local one is uploaded."""
     there = Synced.of(partial, stat)
     partial.unlink()

@@ -222,7 +222,7 @@ def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
         NewerFormat: the newest is of a later format; resuming from an older one would discard its
             steps.
     """
-    newest, skipped = _newest(folder, below=below)
+    newest, skipped = _newest_usable(folder, below=below)
     if skipped:
         chosen = f"using {newest.name}" if newest else "no complete one is left"
         log.warning(
@@ -240,7 +240,7 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     """
     newest = newest_complete(folder, below=below)
     if newest is None and any(_fault_of(path) for path in step_entries(folder)):
-        _, skipped = _newest(folder, below=None)
+        _, skipped = _newest_usable(folder, below=None)
         raise none_usable(folder, why="; ".join(sorted(skipped)))
     return newest
 
@@ -345,7 +345,7 @@ def _fault_of(path: Path) -> CheckpointError | None:
         return error
 
 
-def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
+def _newest_usable(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint, else the newest complete one; texts on newer unusable ones."""
     considered = [path for path in step_entries(folder) if below is None or step_of(path) < below]
     newest, reasons = _newest_sound(considered)

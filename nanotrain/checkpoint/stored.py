@@ -215,13 +215,13 @@ def _small_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
 
 
 def _is_ahead(folder: Path, current: Iterable[str]) -> bool:
-    """Whether a local folder has a checkpoint of a later step than all those of a listing."""
+    """Whether a local folder has a checkpoint of a later step than every step of a listing."""
     local = [str(path.parent) for path in folder.glob(f"checkpoints/step-*/{MANIFEST}")]
     return _newest_step(local) > _newest_step(current)
 
 
 def _newest_step(folders: Iterable[str]) -> int:
-    """The latest step of step folders, without those that were set aside; -1 without one."""
+    """The latest step of step folders that were not set aside; -1 without one."""
     names = (_STEP_NAME.search(folder) for folder in folders)
     return max((int(name[1]) for name in names if name), default=-1)
 

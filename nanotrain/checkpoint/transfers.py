@@ -120,7 +120,7 @@ def plan_transfers(
         for transfer in _plan_bundle(bundle, size=size, load=sent_bytes):
             chosen = kept if transfer.source == transfer.destination else sent
             for name in bundle.names:
-                chosen.append(_named(transfer, name, size=element_bytes[name]))
+                chosen.append(_transfer_of_tensor(transfer, name, size=element_bytes[name]))
     return TransferPlan(tuple(kept), tuple(sent))
 
 
@@ -135,13 +135,13 @@ class _Bundle(NamedTuple):
 def _bundles(
     held: Sequence[Iterable[TensorBox]], wanted: Sequence[Iterable[TensorBox]]
 ) -> Iterator[_Bundle]:
-    """The wanted tensors, those with the same boxes together.
+    """The wanted tensors, where tensors with the same boxes form one bundle.
 
     Raises:
         NotHeld: no rank holds a part of one.
     """
-    holders = _by_name(held)
-    targets = _by_name(wanted)
+    holders = _boxes_by_name(held)
+    targets = _boxes_by_name(wanted)
     bundles: dict[Any, _Bundle] = {}
     for name, entries in targets.items():
         if name not in holders:
@@ -152,7 +152,7 @@ def _bundles(
     yield from bundles.values()
 
 
-def _by_name(boxes: Sequence[Iterable[TensorBox]]) -> dict[str, list[tuple[int, TensorBox]]]:
+def _boxes_by_name(boxes: Sequence[Iterable[TensorBox]]) -> dict[str, list[tuple[int, TensorBox]]]:
     """The ranks with boxes of each tensor, and the boxes."""
     entries: dict[str, list[tuple[int, TensorBox]]] = {}
     for rank, chosen in enumerate(boxes):
@@ -165,7 +165,7 @@ def _boxes_of(entries: Iterable[tuple[int, TensorBox]]) -> tuple[Any, ...]:
     return tuple((rank, box.shape, box.box) for rank, box in entries)
 
 
-def _named(transfer: Transfer, name: str, *, size: int) -> Transfer:
+def _transfer_of_tensor(transfer: Transfer, name: str, *, size: int) -> Transfer:
     """A transfer of a bundle, for one of its tensors."""
     return replace(
         transfer,
@@ -203,7 +203,7 @@ def schedule_rounds(
     sends: dict[int, _Filled] = {}
     receives: dict[int, _Filled] = {}
     rounds: list[list[Transfer]] = []
-    for transfer in _interleaved(transfers):
+    for transfer in _interleave_destinations(transfers):
         sent = sends.setdefault(transfer.source, _Filled(limit))
         received = receives.setdefault(transfer.destination, _Filled(limit))
         nbytes = transfer.nbytes
@@ -242,7 +242,7 @@ class _Filled:
         return self._totals[index] > self._limit * _FULL
 
 
-def _interleaved(transfers: Iterable[Transfer]) -> list[Transfer]:
+def _interleave_destinations(transfers: Iterable[Transfer]) -> list[Transfer]:
     """The transfers, one of each destination in turn, so that all links are used at once."""
     by_destination: dict[int, list[Transfer]] = {}
     for transfer in transfers:

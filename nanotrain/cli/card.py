@@ -43,7 +43,7 @@ def card(argv: Sequence[str]) -> int:
 
 
 def name_subject(family: str | None, loaded: Loaded) -> str:
-    """What a card is about: "recipe tiny", "family llama", or settings without a recipe."""
+    """The subject of a card: "recipe tiny", "family llama", or settings without a recipe."""
     if family is not None:
         return f"family {family}"
     return f"recipe {loaded.recipe}" if loaded.recipe else "settings"

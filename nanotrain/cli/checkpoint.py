@@ -127,7 +127,7 @@ def export_hf(argv: Sequence[str]) -> int:
 
 
 def export_hf_parser() -> CommandParser:
-    """The parser of `nanotrain checkpoint export-hf`, whose arguments are those of the export."""
+    """The parser of `nanotrain checkpoint export-hf`; arguments as for `export_checkpoint`."""
     parser = CommandParser("checkpoint export-hf", export_hf)
     parser.add_argument("path", type=read_path, help=CHECKPOINT)
     parser.add_argument("folder", type=written_path, help="the Hugging Face folder to write")

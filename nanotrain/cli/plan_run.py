@@ -190,7 +190,7 @@ def calendar_of(args: argparse.Namespace, prediction: "Prediction") -> "RunCalen
 
 
 def conditions_of(args: argparse.Namespace, prediction: "Prediction") -> "RunConditions":
-    """The conditions of a run: what is given, defaults, and numbers of the plan."""
+    """The conditions of a run: given values, defaults, and numbers of the plan."""
     from nanotrain.planner.launch_lines import GPUS_OF_A_MACHINE
     from nanotrain.planner.run_calendar import RunConditions, needed_spares
 
@@ -242,7 +242,7 @@ def components_of(values: Mapping[str, Any]) -> "tuple[Component, ...]":
 
 
 def _num_steps(args: argparse.Namespace, prediction: "Prediction") -> int:
-    """The steps of --train-tokens, else those of the configuration.
+    """The steps of --train-tokens, else of the configuration.
 
     Raises:
         ConfigError: there is none.
@@ -290,7 +290,7 @@ def _save_times(values: Mapping[str, Any], prediction: "Prediction") -> SaveTime
 
 
 def _evaluation_share(prediction: "Prediction") -> float:
-    """The time of validation as a share of that of steps; tasks are not counted."""
+    """The time of validation relative to the time of steps; tasks are not counted."""
     config = prediction.scenario.config
     if not config.validates:
         return 0.0

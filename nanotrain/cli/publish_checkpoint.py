@@ -120,7 +120,7 @@ def export_for_hub(args: argparse.Namespace, step_folder: Path, *, folder: Path)
 def describe_model(
     args: argparse.Namespace, run: "RunHistory", *, step: int, folder: Path
 ) -> "PublishedModel":
-    """What the model card says of an exported checkpoint.
+    """The content of the model card of an exported checkpoint.
 
     Args:
         args: arguments of the command.

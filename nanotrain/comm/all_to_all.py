@@ -114,8 +114,8 @@ def start_differentiable_all_to_all(
 ) -> Work[Tensor]:
     """Start `all_to_all`, to be waited for later.
 
-    What is computed before `wait` overlaps with the transfer, and its backward with that of the
-    gradient: it starts where the gradient of the result is complete, and is waited for where the
+    The work before `wait` overlaps with the transfer, and its backward with the transfer of the
+    gradient, which starts where the gradient of the result is complete, and is waited for where the
     gradient of `x` is needed.
     """
     if group.size == 1:

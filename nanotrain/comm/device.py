@@ -158,7 +158,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def planned_cudnn() -> int:
-    """The version of cuDNN that a plan for GPUs counts on: that of this machine, if it has GPUs."""
+    """The version of cuDNN that a plan for GPUs assumes: this machine's, if it has GPUs."""
     return cudnn_version() if torch.cuda.is_available() else PLANNED_CUDNN
 
 

@@ -187,7 +187,9 @@ def _lead(store: Store, world_size: int, *, wait: Wait) -> str:
         if wait.is_over:
             fault = f"only {joined + 1} of {world_size} ranks joined in time"
             _send_verdict(store, name, fault=fault)
-            raise RuntimeError(f"{fault}, not {_missing(store, name, world_size=world_size)}")
+            raise RuntimeError(
+                f"{fault}, not {_missing_ranks_text(store, name, world_size=world_size)}"
+            )
         for number in range(1, store.add("count", 0) + 1):
             # A rank may have ended before it published. Nobody reads the reply to a number of an
             # earlier attempt.
@@ -214,7 +216,7 @@ def _send_verdict(store: Store, name: str, *, fault: str) -> None:
         time.sleep(_POLL_S)
 
 
-def _missing(store: Store, name: str, *, world_size: int) -> str:
+def _missing_ranks_text(store: Store, name: str, *, world_size: int) -> str:
     """The ranks that have not joined, as text."""
     missing = []
     for rank in range(1, world_size):

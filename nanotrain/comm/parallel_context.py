@@ -289,7 +289,7 @@ class ParallelContext:
         return self._group(spec, levels=tree)
 
     def rejoin(self, topology: Topology) -> JoinedRanks:
-        """Leave all groups and form those of another topology; every rank calls this.
+        """Leave all groups and form the groups of another topology; every rank calls this.
 
         No collective may be under way, and nothing built on the old groups may be used afterwards.
 
@@ -327,7 +327,7 @@ class ParallelContext:
             group.set_timeout(timedelta(seconds=timeout_s))
 
     def _destroy(self) -> None:
-        """Destroy all process groups, including those that a `Group` still refers to."""
+        """Destroy all process groups, also groups that a `Group` still refers to."""
         self._release()
         if dist.get_backend() == "nccl" and dist.get_world_size() > self.topology.world_size:
             # NCCL would wait for the ranks that have left

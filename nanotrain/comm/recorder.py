@@ -322,7 +322,7 @@ def unrecorded() -> Iterator[None]:
 
 
 @cache
-def _written(func: Any) -> list[tuple[int, str]]:
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes to."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
@@ -334,7 +334,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def written_tensors(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that an operator writes to."""
     values = []
-    for position, name in _written(func):
+    for position, name in _written_arguments(func):
         values.append(args[position] if position < len(args) else kwargs.get(name))
     return tensors_of(values)
 

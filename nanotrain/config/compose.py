@@ -104,7 +104,7 @@ def compose_files(line: CommandLine) -> tuple[dict[str, Any], dict[str, str]]:
 def choose_files(
     config_name: str, choices: Mapping[str, str], *, folders: Sequence[Path]
 ) -> list["ChosenFile"]:
-    """The first file, and those that its defaults list and the command line choose.
+    """The first file, and the files that its defaults list and the command line choose.
 
     Args:
         config_name: name of the first file.

@@ -118,7 +118,7 @@ def section_lines(name: str, width: int) -> list[str]:
 
 
 def found_lines(word: str, width: int) -> list[str]:
-    """The flags whose name or meaning has a word, by section; then those of Megatron-LM by kind.
+    """The flags whose name or meaning has a word, by section; then Megatron-LM's flags by kind.
 
     Raises:
         ConfigError: no flag has it.

@@ -25,7 +25,7 @@ LoadBalancing = Literal[
 
 @dataclass(frozen=True)
 class LinearAttentionKind:
-    """What the rules ask of a kind of layers in place of attention.
+    """Properties of a kind of linear attention that the rules read.
 
     Args:
         has_delta_rule: whether it has key and value heads, of the sizes linear_num_key_heads and so

@@ -49,7 +49,7 @@ def logits_divisor(model_config: ModelConfig) -> float:
 
 
 def without_mup(model_config: ModelConfig) -> ModelConfig:
-    """A model that computes the same without muP, whose factors are then those of its settings."""
+    """The same model without muP: its settings have the factors that muP computes."""
     if not model_config.use_mup:
         return model_config
     plain = ModelConfig()

@@ -30,7 +30,7 @@ class FromEnvironment(str):
         return text
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, str]]:
-        """What pickle passes to `__new__`."""
+        """The arguments that pickle passes to `__new__`."""
         return (str(self),), {"reference": self.reference}
 
 

@@ -288,7 +288,7 @@ def with_batch_size(config: Config, size: int) -> Config:
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches per rank and optimizer step, those of padding on some ranks included.
+    """Microbatches per rank and optimizer step, microbatches of padding included.
 
     Raises:
         ConfigError: the microbatch size does not divide the global batch, or there are fewer

@@ -26,7 +26,7 @@ MAX_SHARING = 12  # names with a word that says what they are about
 
 @cache
 def cures() -> dict[str, str]:
-    """What to write for the names of other frameworks (lower case, underscores, without dashes)."""
+    """Cures by names of other frameworks, in lower case with underscores and without dashes."""
     table = read_table("other_frameworks")["cures"]
     return {name: cure for cure, names in table.items() for name in names.split()}
 

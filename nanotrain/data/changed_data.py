@@ -90,7 +90,7 @@ def go_on(
             data, and it is not allowed.
     """
     parts = corpora_of(splits.train)
-    recorded = [_match(record.corpora, part) for part in parts]
+    recorded = [_record_of_corpus(record.corpora, part) for part in parts]
     continuations = [continue_corpus(old, part) for old, part in zip(recorded, parts, strict=True)]
     trained = _trained_and_validated(record, valid_ranges(splits)) if validates else []
     faults = [item.text for item in continuations if not item.is_exact] + trained
@@ -102,7 +102,7 @@ def go_on(
             fix="leave these settings as they were, or accept it with --allow-data-changes",
         )
     lines = [item.text for item in continuations]
-    lines += [_removed(old) for old in record.corpora if old not in recorded]
+    lines += [_removed_lines(old) for old in record.corpora if old not in recorded]
     lines += trained + _validated_and_trained(record, parts)
     return ChangedData(_origin_of(record.sample, continuations), lines)
 
@@ -138,7 +138,7 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _match(corpora: Sequence[CorpusRecord], part: GPTDataset) -> CorpusRecord | None:
+def _record_of_corpus(corpora: Sequence[CorpusRecord], part: GPTDataset) -> CorpusRecord | None:
     """The record of an open corpus, by the same prefix, else by the same content."""
     prefix = str(part.corpus.prefix)
     same = [old for old in corpora if old.fingerprint == part.corpus.fingerprint]
@@ -207,13 +207,13 @@ def _overlap(old: CorpusRecord, part: GPTDataset) -> Overlap:
         return NO_OVERLAP
     is_stream = old.order.packing == order.packing == "stream"
     if is_stream and old.order.samples + order.samples <= MAX_COUNTED:
-        return _counted(old, part)
+        return _count_overlap(old, part)
     unread = 1 - done / old.order.samples
     expected = round((1 - unread) * unread * (order.stop - order.start))
     return Overlap(expected, expected, is_exact=False)
 
 
-def _counted(old: CorpusRecord, part: GPTDataset) -> Overlap:
+def _count_overlap(old: CorpusRecord, part: GPTDataset) -> Overlap:
     """The overlap, counted token by token over masks [size] of the tokens of the corpus.
 
     `read` and `unread` are the tokens read before and still to be read in this epoch, `known` and
@@ -245,7 +245,7 @@ def _tokens(order: CorpusOrder, samples: range, *, epoch: int, size: int) -> np.
     return tokens
 
 
-def _removed(old: CorpusRecord) -> str:
+def _removed_lines(old: CorpusRecord) -> str:
     """A line on a corpus that is not read any more."""
     done = old.read % old.order.samples
     unread = old.order.samples - done

@@ -175,7 +175,7 @@ def _add_sums(path: Path, value: int, *, cache: ChunkCache | None) -> int:
 
 
 def is_same_corpus(saved: str, now: str) -> bool:
-    """Whether two fingerprints are of one corpus; that of an older version says nothing of a mask.
+    """Whether two fingerprints are of one corpus; older versions' fingerprints leave out the mask.
 
     >>> is_same_corpus("0badcafe", "0badcafe-12345678")
     True

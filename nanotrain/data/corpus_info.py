@@ -113,7 +113,7 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
 
 
 def _hash_of(info: CorpusInfo) -> str:
-    """The SHA-256 of the values that differ from those of an empty info.
+    """The SHA-256 of the values that differ from an empty info.
 
     A field that a later version adds does not change it.
     """

@@ -138,7 +138,7 @@ class FillInTheMiddle:
         breaks = np.flatnonzero(ids == self.split_token)
         if len(breaks) == 0:
             return self.rewritten(ids, key=key)
-        if self._draws(key)[0] >= self.rate * _ONE:
+        if self._draw_numbers(key)[0] >= self.rate * _ONE:
             return ids
         in_fragments = replace(self, rate=self.fragment_rate)
         tokens = ids.copy()
@@ -159,7 +159,7 @@ class FillInTheMiddle:
         breaks = np.flatnonzero(ids == self.split_token)
         return int(breaks[-1]) + 1 if len(breaks) else 0
 
-    def _draws(self, key: str) -> tuple[int, int, int, int]:
+    def _draw_numbers(self, key: str) -> tuple[int, int, int, int]:
         """Four random numbers below 2^64: choice, order and ends of the gap."""
         digest = hashlib.blake2b(f"fim {self.seed} {key}".encode(), digest_size=32).digest()
         first, second, third, fourth = struct.unpack("<4Q", digest)
@@ -181,7 +181,7 @@ class FillInTheMiddle:
         >>> fim.rewritten(np.arange(9), key="0 0").tolist()
         [97, 0, 1, 98, 5, 99, 2, 3, 4]
         """
-        chance, order, *ends = self._draws(key)
+        chance, order, *ends = self._draw_numbers(key)
         kept = len(ids) - len(self.sentinels)
         if kept < 1 or chance >= self.rate * _ONE or self._is_excluded(ids):
             return ids

@@ -344,7 +344,7 @@ def _to_check(number: int) -> np.ndarray:
 
 
 def _missing_pair(prefix: Path) -> DataError:
-    """The error for a prefix without .bin or .idx: what the path is, and the command to run.
+    """The error for a prefix without .bin or .idx: the kind of the path, and the command to run.
 
     --data-path story.txt       a text: prepare it
     --data-path folder          a folder: its pairs, or prepare the texts in it

@@ -246,7 +246,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         try:
             # raises before torch's iterator is half made, whose end prints a traceback
             context.Semaphore()
-            with _interrupts_blocked():
+            with _blocking_interrupts():
                 return iter(
                     loader(
                         worker_init_fn=_start_worker,
@@ -343,7 +343,7 @@ def _start_worker(worker: int) -> None:
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def _blocking_interrupts() -> Iterator[None]:
     """Block the signals to stop or to save; signals that arrive meanwhile are delivered later."""
     # Starting the resource tracker unblocks these signals, so it has to run before they are
     # blocked.

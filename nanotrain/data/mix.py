@@ -249,7 +249,7 @@ def recorded_stages(folder: Path, *, origin: int = 0) -> list[str]:
     try:
         return [text_of(word, "stages") for word in list_of(last.get("stages"), "stages")]
     except ValueError as error:
-        raise _unusable(folder / DONE, str(error)) from None
+        raise _unusable_request(folder / DONE, str(error)) from None
 
 
 def with_recorded_mix(
@@ -273,7 +273,7 @@ def with_recorded_mix(
     foreign = set(addresses_of(mixed)) - set(addresses_of(data))
     if foreign and recorded:
         why = f"it names {redacted(min(foreign))}, which the command line does not"
-        raise _unusable(folder / DONE, why)
+        raise _unusable_request(folder / DONE, why)
     if not recorded and _training_corpora(mixed) != _training_corpora(data):
         log.info(
             "the blend that `nanotrain data mix` gave the run of the checkpoint is left out: "
@@ -289,7 +289,7 @@ def _training_corpora(data: DataConfig) -> set[Path]:
     return {entry.prefix for blend in blends for entry in parse_data_path(blend)}
 
 
-def _unusable(file: Path, why: str) -> DataError:
+def _unusable_request(file: Path, why: str) -> DataError:
     return DataError(
         f"{file} cannot be used",
         why=why,

@@ -42,7 +42,7 @@ def prompt_start(tokenizer: Tokenizer) -> list[int]:
 def encode_pair(
     context: str, continuation: str, *, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a context and of its continuation, those of lm-eval 0.4.13.
+    """The tokens of a context and of its continuation, as in lm-eval 0.4.13.
 
     They are encoded as one text. Blanks at the end of the context belong to the continuation.
     Where tokens reach over the border, the continuation has at least the last one: without any it
@@ -62,7 +62,7 @@ def encode_pair(
 
 
 def prompt_tokenizer(tokenizer: Tokenizer, *, is_pretrained: bool) -> Tokenizer:
-    """The tokenizer of a model's prompts: what it adds to a text is left out if it was never read.
+    """The tokenizer of a model's prompts; it adds special tokens only if training had them.
 
     Args:
         tokenizer: tokenizer of the model.

@@ -185,7 +185,7 @@ def record_of(
 
 
 def read_by(samples: SampleDataset, sample: int) -> list[int]:
-    """The number of samples per corpus among those before `sample`."""
+    """The number of samples before `sample`, per corpus."""
     if isinstance(samples, BlendedDataset):
         return samples.read_by(sample)
     return [sample]

@@ -135,7 +135,7 @@ class ChunkCache:
             if used + len(data) > self.max_bytes:
                 used = self._remove_oldest()
             os.pwrite(counter.fileno(), b"%020d" % (used + len(data)), 0)
-        with _renamed(path) as partial:
+        with _temporary_file(path) as partial:
             partial.write_bytes(data)
 
     def _remove_oldest(self) -> int:
@@ -206,7 +206,7 @@ class RemoteFile:
         starts = range(0, self.size, _REQUEST_BYTES)
         with (
             ThreadPoolExecutor(_REQUESTS) as pool,
-            _renamed(path) as partial,
+            _temporary_file(path) as partial,
             partial.open("wb") as file,
         ):
             for data in pool.map(fetch_part, starts):
@@ -331,7 +331,7 @@ def local_folder(folder: Path) -> Path:
     for file in objects:
         copy = target / file.path.name
         if not copy.exists():
-            with disk_errors(copy, fix=_CURE), _renamed(copy) as partial:
+            with disk_errors(copy, fix=_CURE), _temporary_file(copy) as partial:
                 shutil.copyfile(file.local, partial)
     return target
 
@@ -350,7 +350,7 @@ def _read_complete(path: Path, size: int) -> bytes | None:
 
 
 @contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
+def _temporary_file(path: Path) -> Iterator[Path]:
     """A temporary file that gets its name when the block ends."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     path.parent.mkdir(parents=True, exist_ok=True)

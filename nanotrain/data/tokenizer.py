@@ -367,7 +367,7 @@ def _load(name: str) -> Tokenizer:
     loaded = load_pretrained(name)
     with TemporaryDirectory(prefix="nanotrain-tokenizer-") as saved:
         loaded.save_pretrained(saved)
-        return _wrap(loaded, source=name, files=read_files(Path(saved)))
+        return _wrap_pretrained(loaded, source=name, files=read_files(Path(saved)))
 
 
 def _load_folder(folder: Path) -> FastTokenizer | SlowTokenizer:
@@ -378,7 +378,7 @@ def _load_folder(folder: Path) -> FastTokenizer | SlowTokenizer:
     if definition is not None and settings.get(HASH) == sha256(definition):
         return _from_definition(files, settings=settings, source=folder / VOCABULARY)
     try:
-        return _wrap(load_pretrained(str(folder)), source=str(folder), files=files)
+        return _wrap_pretrained(load_pretrained(str(folder)), source=str(folder), files=files)
     except DataError:
         if definition is None:
             raise
@@ -392,7 +392,9 @@ def _load_folder(folder: Path) -> FastTokenizer | SlowTokenizer:
         return bare
 
 
-def _wrap(loaded: Any, *, source: str, files: Mapping[str, bytes]) -> FastTokenizer | SlowTokenizer:
+def _wrap_pretrained(
+    loaded: Any, *, source: str, files: Mapping[str, bytes]
+) -> FastTokenizer | SlowTokenizer:
     """A tokenizer of transformers; its `tokenizers` backend alone where it has one."""
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:

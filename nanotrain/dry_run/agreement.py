@@ -40,7 +40,7 @@ class SeriesKey(NamedTuple):
 def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
     """The calls of a step with the full schedule, from a record of fewer microbatches.
 
-    The first and last microbatches are those at the same distance from the ends, the others one
+    The first and last microbatches keep their distance from the ends, all others stand for one
     between.
     """
     few = record.plan.train_schedule

@@ -212,10 +212,10 @@ def _full_steps(
 def _describe_stop(rank: int, error: Exception, *, topology: Topology) -> str:
     """A rank whose code has raised an error, with the innermost line of nanotrain."""
     who = f"rank {rank} ({topology.coords_text(rank)})"
-    return f"{who} stops: {error or type(error).__name__} ({_innermost(error.__traceback__)})"
+    return f"{who} stops: {error or type(error).__name__} ({_innermost_line(error.__traceback__)})"
 
 
-def _innermost(traceback: TracebackType | None) -> str:
+def _innermost_line(traceback: TracebackType | None) -> str:
     """The innermost line of nanotrain outside of the dry run."""
     lines = []
     for frame in extract_tb(traceback):
@@ -269,7 +269,7 @@ def _traffic_faults(record: RankRecord) -> Iterator[str]:
 
 
 def _missing_bucket(record: RankRecord, calls: Sequence[Call], *, group_name: str) -> str:
-    """The first bucket of a group whose calls are fewer than those of others; empty without one."""
+    """The first bucket of a group that has fewer calls than other buckets; empty without one."""
     counts: Counter[int] = Counter()  # calls by their number of elements
     for call in calls:
         if not call.splits:

@@ -159,7 +159,7 @@ def _attend_packed(_: Any, query: Tensor, *, key: Tensor, value: Tensor, **__: A
 
 
 def _rms_norm(x: Tensor, *args: Any, **_: Any) -> Tensor:
-    """The arguments are those of torch: the shape, and the weight where there is one."""
+    """RMSNorm with torch's arguments: the shape, and the weight where there is one."""
     weight = args[1] if len(args) > 1 else None
     out: Tensor = _RMSNorm.apply(x, weight)
     return out

@@ -111,7 +111,7 @@ class KVCache:
         keeps: Iterable[Source] = (),
         reads: Source | None = None,
     ) -> "_CachedAttention | _SharedAttention":
-        """The core attention of a layer, to all tokens so far, or to those of an earlier layer."""
+        """The core attention of a layer to all tokens so far, with its own or earlier keys."""
         if reads is not None:
             return _SharedAttention(core_attention, self._attention_of[reads])
         attention = _CachedAttention(self, core_attention, has_window=has_window)

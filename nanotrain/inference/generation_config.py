@@ -162,13 +162,13 @@ def parse_defaults(content: bytes, *, source: str) -> GenerationDefaults:
         most = fields.get("max_new_tokens")
         defaults = GenerationDefaults(
             temperature=_temperature(fields),
-            top_k=_unless(fields, "top_k", neutral=NEUTRAL["top_k"]),
-            top_p=_unless(fields, "top_p", neutral=NEUTRAL["top_p"]),
-            repetition_penalty=_unless(fields, "repetition_penalty", neutral=1.0),
+            top_k=_unless_neutral(fields, "top_k", neutral=NEUTRAL["top_k"]),
+            top_p=_unless_neutral(fields, "top_p", neutral=NEUTRAL["top_p"]),
+            repetition_penalty=_unless_neutral(fields, "repetition_penalty", neutral=1.0),
             max_new_tokens=None if most is None else whole_number(most, "max_new_tokens", low=1),
             ends=_parse_ends(fields.get("eos_token_id")),
             stops=_parse_stops(fields.get("stop_strings")),
-            unread=_unread(fields),
+            unread=_unread_options(fields),
         )
         # limits, also of a temperature that greedy decoding does not use
         replace(defaults, temperature=fields.get("temperature")).sampling(temperature=1.0)
@@ -194,14 +194,15 @@ def _temperature(fields: Mapping[str, Any]) -> Any:
     if does_sample is True:
         return fields.get("temperature", 1.0)
     sets_sampling = any(
-        _unless(fields, name, neutral=neutral) is not None for name, neutral in NEUTRAL.items()
+        _unless_neutral(fields, name, neutral=neutral) is not None
+        for name, neutral in NEUTRAL.items()
     )
     if does_sample is False or sets_sampling:
         return 0.0
     return None
 
 
-def _unless(fields: Mapping[str, Any], name: str, *, neutral: float) -> Any:
+def _unless_neutral(fields: Mapping[str, Any], name: str, *, neutral: float) -> Any:
     """The value of a field; None if it is the neutral value, which changes nothing."""
     value = fields.get(name)
     return None if value == neutral else value
@@ -227,7 +228,7 @@ def _parse_stops(value: Any) -> tuple[str, ...]:
     return tuple(text_of(text, "stop_strings") for text in list_of(value, "stop_strings"))
 
 
-def _unread(fields: Mapping[str, Any]) -> tuple[str, ...]:
+def _unread_options(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """The options that change tokens and are not applied."""
     unread = []
     for name, neutral in UNREAD.items():

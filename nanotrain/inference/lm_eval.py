@@ -81,7 +81,7 @@ class NanotrainLM(LM):
         return self._chat
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What lm-eval records as the template; a name of one among several is not taken."""
+        """The template as lm-eval records it; a name of one among several is ignored."""
         return f"of {self._tokenizer_source}" if chat_template else ""
 
     def apply_chat_template(

@@ -101,7 +101,7 @@ if triton is not None:
     def add_decays(
         single: tensor, total: tensor, tokens: tensor, rows: tensor, inside: tensor, sizes: bundle
     ) -> None:
-        """Write the cumulative logarithms of a chunk, from those of single tokens."""
+        """Write the cumulative logarithms of a chunk, from the logarithms of single tokens."""
         for start in range(0, sizes.decay_dim, sizes.channels):
             decay = load_decay(single, tokens, inside, start, sizes)
             store_decay(total, tl.cumsum(decay, 0), rows, start, sizes)
@@ -213,7 +213,7 @@ if triton is not None:
         place: bundle,
         sizes: bundle,
     ) -> tensor:
-        """[C, channels]: d q, what reads the state before a chunk."""
+        """[C, channels]: d q, the decayed queries, which read the state before a chunk."""
         inside, vectors, tokens, rows = locate_tokens(place, sizes)
         if sizes.by_channel:
             return load_channels(prepared.queries, tokens, inside, 0, sizes)
@@ -249,7 +249,7 @@ if triton is not None:
         start: tensor,
         sizes: bundle,
     ) -> tensor:
-        """[C, block] fp32: U', what a chunk adds to its state at its keys."""
+        """[C, block] fp32: U', the values that a chunk adds to its state at its keys."""
         target = load_values(prepared.targets, tokens, inside, start, sizes)
         target = target.to(tl.float32)
         if sizes.corrects:
@@ -337,14 +337,14 @@ def scan_sizes(inputs: Inputs, *, corrects: bool) -> Sizes:
 
 
 def empty_sums(decay: Tensor) -> Tensor:
-    """Memory of cumulative decays [B, M C, N, D], for those of single tokens [B, S, N, D]."""
+    """Memory of cumulative decays [B, M C, N, D] for decays of single tokens [B, S, N, D]."""
     batch, length, heads, width = decay.shape
     padded = triton.cdiv(length, CHUNK_SIZE) * CHUNK_SIZE
     return decay.new_empty(batch, padded, heads, width)
 
 
 def prepare(inputs: Inputs, sizes: Sizes, *, decay: Tensor | None = None) -> Prepared:
-    """What all chunks are computed from.
+    """The tensors from which all chunks are computed.
 
     Args:
         inputs: inputs of the scan.

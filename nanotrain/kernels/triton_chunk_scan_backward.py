@@ -400,7 +400,7 @@ if triton is not None:
 
     @triton.jit
     def _sum_back(grad: tensor, length: tensor, sizes: bundle) -> None:
-        """Gradients of the decays of single tokens, from those of their sums, in their place."""
+        """Gradients of the decays of single tokens, in place of the gradients of their sums."""
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)

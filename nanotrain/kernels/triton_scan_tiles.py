@@ -54,7 +54,7 @@ if triton is not None:
 
     @triton.jit
     def chunk_index(place: bundle) -> tensor:
-        """int64: the index of a chunk among those of all heads."""
+        """int64: the index of a chunk among the chunks of all heads."""
         chunk, row, _, num_chunks = place
         return row.to(tl.int64) * num_chunks + chunk
 
@@ -235,7 +235,7 @@ if triton is not None:
         place: bundle,
         sizes: bundle,
     ) -> None:
-        """Gradients of vectors in the place of those of their unit vectors, of a delta rule.
+        """Gradients of the vectors of a delta rule, from the gradients of their unit vectors.
 
         grad has gradients per head of values, along [C] their products with the unit vectors, x the
         vectors, and factors [C, 1] are those of `unit_factors`.
@@ -450,7 +450,7 @@ if triton is not None:
         start: tensor,
         sizes: bundle,
     ) -> bundle:
-        """Gradients of x and keys, plus those of `decayed_pairs`, which are 0 where x is earlier.
+        """Add the gradients of `decayed_pairs` to gradients of x and keys; 0 where x is earlier.
 
         x and keys are in the dtype of the products, which leaves registers for the sums.
         """

@@ -135,7 +135,7 @@ def _end_of_job(
     *,
     on_failure: Callable[[Mapping[int, int]], object] | None,
 ) -> int:
-    """The exit code of a job, from those of its failed ranks in the order of their ends."""
+    """The exit code of a job, from its failed ranks in the order of their ends."""
     if not failed:
         return 0
     code = first_exit_code(failed, is_stopped=bool(stops))
@@ -149,7 +149,7 @@ def check_ranks(
 ) -> Namespace:
     """Parse torchrun's options and check that their number of ranks fits the layout.
 
-    The arguments are those of `start_ranks`.
+    Arguments as for `start_ranks`.
 
     Raises:
         NanotrainError: a wrong option, or a number of ranks that does not fit.
@@ -379,7 +379,7 @@ def codes_of(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
 
 
 def first_exit_code(failed: Mapping[int, int], *, is_stopped: bool) -> int:
-    """The exit code of a failed job: that of the first failed rank, or 128 plus a signal.
+    """The exit code of a failed job: the code of the first failed rank, or 128 plus a signal.
 
     Args:
         failed: exit codes by rank, in the order of their ends.

@@ -50,7 +50,7 @@ log = get_logger(__name__)
 
 
 class StageGraphs:
-    """What the graphs of a stage share.
+    """State that the graphs of a stage share.
 
     Args:
         num_eager: passes of a part before it is captured.
@@ -204,7 +204,7 @@ class GraphedPart:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a part reads besides hidden states."""
+    """The inputs of a part in addition to hidden states."""
 
     context: Any
     tokens: Tensor | None  # random words of stochastic rounding

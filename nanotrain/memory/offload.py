@@ -27,11 +27,12 @@ def offloaded(blocks: Sequence[nn.Module]) -> list[Callable[..., Tensor]]:
     transfer = HostTransfer(next(blocks[0].parameters()).device)
     chain = _Chain()
     return [
-        _offloaded(block, transfer, chain=chain, is_first=block is blocks[0]) for block in blocks
+        _offload_block(block, transfer, chain=chain, is_first=block is blocks[0])
+        for block in blocks
     ]
 
 
-def _offloaded(
+def _offload_block(
     block: nn.Module, transfer: HostTransfer, *, chain: "_Chain", is_first: bool
 ) -> Callable[..., Tensor]:
     """A block that keeps its saved tensors in host memory."""

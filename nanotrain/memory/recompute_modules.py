@@ -106,7 +106,7 @@ def _is_traced(block: nn.Module, path: str) -> bool:
 
 
 def _is_in_graphs(function: TensorFunction) -> bool:
-    """Whether a compiled graph may contain a function; False for those of `eager`."""
+    """Whether a compiled graph may contain a function; False for functions of `eager`."""
     called = function.func if isinstance(function, partial) else function
     return bool(getattr(called, "is_traced", True))
 

@@ -33,7 +33,7 @@ class Pair:
 
 
 def _mixer_pairs(path: str) -> tuple[Pair, ...]:
-    """Operators in front of core attention or a scan, and those behind it."""
+    """Pairs of the functions before core attention or a scan, and of the functions after it."""
     output = f"{path}.output.forward"
     return (
         Pair(f"{path}.prepare_query_key", f"{path}.core_attention", requires=f"{path}.query_norm"),
@@ -83,7 +83,7 @@ DISCARDED = {
 
 
 def discarded_pairs(modules: Collection[str]) -> list[Pair]:
-    """The pairs of modules, without those inside of another recomputed module."""
+    """The pairs of modules, without pairs inside of another recomputed module."""
     pairs: list[Pair] = []
     for name, pairs_of_module in DISCARDED.items():
         if name in modules:

@@ -144,7 +144,7 @@ def differentiable(value: Any) -> list[Tensor]:
 
 
 def describe(context: Any) -> Any:
-    """What has to stay as it was captured: plain values, and shapes and dtypes of tensors.
+    """The properties of inputs that a capture fixes: plain values, shapes and dtypes of tensors.
 
     Raises:
         NotCapturable: another value.

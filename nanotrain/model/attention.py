@@ -55,7 +55,7 @@ GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class HeadAttention(nn.Module):
-    """What attention has in common, with and without keys and values of its own."""
+    """Base of attention with its own keys and values, and with those of an earlier layer."""
 
     query_norm: nn.Module
     output: nn.Module

@@ -92,7 +92,7 @@ def block_of(model_config: ModelConfig, layer: int) -> int:
 
 
 def attend_streams(streams: Tensor, query: Tensor, *, num_read: int, eps: float) -> Tensor:
-    """The weights [B, S, n] of streams, fp32; 0 for those after the first `num_read`.
+    """The weights [B, S, n] of streams, fp32; 0 for streams after the first `num_read`.
 
     Args:
         streams: [B, S, n, H].

@@ -59,7 +59,7 @@ def rotate_last(x: Tensor, rotary: Rotary, *, back: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class ProjectedTokens:
-    """What tokens are to their compressed keys, of all tokens so far."""
+    """The tensors from which compressed keys are computed, for all tokens so far."""
 
     value: Tensor  # [B, S, D or 2 D]
     gate: Tensor  # the same shape

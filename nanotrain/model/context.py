@@ -224,7 +224,7 @@ class LayerContext:
     state: dict[Source, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def keep(self, source: Source, *tensors: Tensor) -> None:
-        """Keep tensors for later layers; a recomputed forward keeps those of the first forward.
+        """Keep tensors for later layers; a recomputed forward leaves those of the first forward.
 
         The tensors are views, which no recomputation of their layer discards.
         """
@@ -259,7 +259,7 @@ class TokenCache(Protocol):
     ) -> Callable[..., Any]:
         """A core attention that stores keys and values and attends to all of them.
 
-        With `reads` it attends to those that the earlier layer with this in `keeps` stores.
+        With `reads` it attends to the keys and values that an earlier layer stores under that name.
         """
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:

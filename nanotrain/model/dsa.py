@@ -162,7 +162,7 @@ class IndexerDivergence(StatefulModule):
     def take_sums(self) -> Tensor:
         """[2] fp64, `sums` since the last call, to be summed over all ranks.
 
-        Every tp rank counts all tokens. Divergences are equal on them, or those of their own heads.
+        Every tp rank counts all tokens; its divergences are of all heads, or of its own heads.
         """
         tp = self.parallel.tp.group
         divergence, num_tokens = self.sums.clone().chunk(2)

@@ -65,7 +65,7 @@ class LayerInputs(nn.Module):
 
 
 def layer_input_state(inputs: Tensor) -> State:
-    """The input [B, S or S/tp, P] of every layer, from those of all layers [..., L, P]."""
+    """Split the inputs of all layers [..., L, P] into the input [B, S or S/tp, P] of each layer."""
     state: State = {}
     for layer, layer_input in enumerate(inputs.unbind(2)):
         state[Source("layer_input", layer, is_embedded=True)] = (layer_input,)

@@ -108,7 +108,7 @@ def project_inputs(
     *,
     narrow: tuple[ColumnParallelLinear, ...],
 ) -> tuple[Tensor, ...]:
-    """Projections of one input; those with few outputs stay out of fp8."""
+    """Projections of one input; projections with few outputs stay out of fp8."""
     if wide[0].fp8 is None:
         return column_parallel(hidden, wide + narrow)
     return column_parallel(hidden, wide) + column_parallel(hidden, narrow)

@@ -170,7 +170,7 @@ class Router(StatefulModule):
         return routing
 
     def local_tokens(self, length: int) -> slice:
-        """The tokens that this rank routes, among those of its tp group."""
+        """The tokens that this rank routes, as a slice of the tokens of its tp group."""
         first = length * self._tp.index
         return slice(first, first + length)
 

@@ -76,7 +76,7 @@ class DistributedOptimizer:
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
         groups: groups of this rank by name; the gradient norm is over `world`.
-        trainable: parameters that are trained, those of the `DataParallel` wrappers.
+        trainable: which parameters are trained; the `DataParallel` wrappers have exactly these.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class DistributedOptimizer:
         self.finish_load()
 
     def _load_trained_sets(self, saved: TrainedSets, *, num_updates: int) -> None:
-        """Count the updates of every parameter from those that it was trained in."""
+        """Count the updates of every parameter from the update at which its training began."""
         self._trained_sets = saved.then(self._trainable, num_updates=num_updates)
         for part in self._parts:
             names = [entry.name for entry in part.part.ranges]
@@ -320,7 +320,7 @@ class DistributedOptimizer:
     def _build_matrix_updates(
         self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]
     ) -> list[MatrixUpdate]:
-        """One per grid of ranks: dense and expert buffers, of all stages together."""
+        """One `MatrixUpdate` per grid of ranks, for the buffers of all stages together."""
         rule = self._rule.matrix
         if rule is None:
             return []

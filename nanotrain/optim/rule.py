@@ -73,14 +73,14 @@ class UpdateStep:
 
 
 class WidthFactors(NamedTuple):
-    """What the width of a model changes for some of its parameters (muP)."""
+    """Factors of the hyperparameters of a range, which follow from the width of the model (muP)."""
 
     lr: float = 1.0
     adam_eps: float = 1.0
 
 
 def width_factors(part: ParamRange, optimizer: str) -> WidthFactors:
-    """The factors of a range: those of vectors and embeddings are 1, except with SGD.
+    """The factors of a range; vectors and embeddings have the factor 1, except with SGD.
 
     Source: Yang et al. 2022, "Tensor Programs V", table 8 and appendix B.3.
     """
@@ -92,7 +92,7 @@ def width_factors(part: ParamRange, optimizer: str) -> WidthFactors:
 
 @dataclass(frozen=True)
 class WholeMatrixState:
-    """State of a matrix besides that of its elements, in fp32."""
+    """State of a whole matrix, in addition to state per element; in fp32."""
 
     name: str  # in checkpoints, as the names of state of elements
     numel: Callable[[Shape], int]  # from the shape of a full matrix

@@ -103,14 +103,14 @@ def host_fraction(config: OptimConfig) -> float:
 
 @dataclass(frozen=True)
 class Replica:
-    """Index of a rank among those with the same shard, and their number."""
+    """Index of a rank among the ranks with the same shard, and the number of these ranks."""
 
     index: int
     size: int  # number of these ranks
 
     @classmethod
     def of(cls, groups: ReduceGroups) -> "Replica":
-        """This rank among those with the same part of a bucket."""
+        """This rank among the ranks with the same part of a bucket."""
         if groups.shards_across:
             return cls(0, 1)
         return cls(groups.replicate.index, groups.replicate.size)

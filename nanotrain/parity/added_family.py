@@ -68,7 +68,7 @@ class AddedFamily:
 
     @property
     def check(self) -> str:
-        """What was compared with transformers."""
+        """Text on the comparison with transformers."""
         if self.report is not None:
             return self.report.text
         return (

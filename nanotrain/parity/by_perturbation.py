@@ -172,7 +172,7 @@ def _number_deviation(value: float, expected: float) -> Deviation:
 
 
 def _deviations(reference: Tensors, local: Sequence[Tensors]) -> Deviations:
-    """The deviation of every tensor from that of one rank, by name."""
+    """The deviation of every tensor from the same tensor of one rank, by name."""
     expected = global_tensors(reference)
     norms = sorted(tensor.norm().item() for tensor in expected.values())
     least = LEAST_NORM * norms[len(norms) // 2]

@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Card:
-    """What was checked of a recipe or a family.
+    """The results of the checks of a recipe or a family.
 
     Attributes:
         subject: "recipe tiny", "family llama".

@@ -120,7 +120,7 @@ def twin_config(model_config: ModelConfig) -> ModelConfig:
 
 
 def _twin_width(model_config: ModelConfig, small: ModelConfig) -> int:
-    """The hidden size: that of all heads where it is so, and one with an exact square root."""
+    """The hidden size: the width of all heads if the model has that, else an exact square."""
     if small.mla is not None:
         return small.hidden_size
     channels = model_config.num_attention_heads * model_config.head_dim

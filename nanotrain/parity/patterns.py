@@ -1,4 +1,4 @@
-"""Patterns of layers of a small model, from those of a larger one."""
+"""Patterns of layers of a small model, from the patterns of a larger one."""
 
 
 def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:

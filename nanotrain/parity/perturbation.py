@@ -101,7 +101,7 @@ def _change_last_bit(x: Tensor, *, size: float, generator: torch.Generator) -> T
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from that of one rank."""
+    """The distance of a tensor from the same tensor of one rank."""
 
     norm: float  # 2-norm of the difference, relative to that of the tensor
     # part of the difference along the tensor, relative too: a factor of 1.1 is 0.1. Roundings

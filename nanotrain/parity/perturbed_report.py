@@ -174,7 +174,7 @@ def _json_row(row: Row) -> dict[str, Any]:
 
 
 def _table(title: str, rows: Sequence[Row]) -> list[str]:
-    """What a layout and what last bits change; the wrong ones are marked."""
+    """A table of changes by a layout beside changes by last bits; wrong rows are marked."""
     lines = [[title, "sharding", "differs", "last bits", "along", "last bits", "factor", ""]]
     for row in rows:
         numbers = [row.deviation, row.noise, row.along, row.noise_along]

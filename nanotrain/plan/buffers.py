@@ -29,7 +29,7 @@ MatrixGrid = tuple[GridGroups, tuple[OwnedMatrix, ...]]
 
 
 class BufferKind(NamedTuple):
-    """What the parameters of one buffer have in common."""
+    """Properties that all parameters of one buffer share."""
 
     is_trainable: bool  # they have gradients
     is_expert: bool  # data-parallel over expert_dp

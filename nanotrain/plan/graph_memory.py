@@ -42,7 +42,7 @@ class GraphBytes:
 
 
 def plan_graphs(plan: ModelPlan, kept: SavedBytes, *, actions: Sequence[Action]) -> GraphBytes:
-    """The bytes of the graphs of a rank; all tensors that blocks save count as those of graphs.
+    """The bytes of the graphs of a rank; all tensors that blocks save count as saved by graphs.
 
     Args:
         plan: plan of the rank.
@@ -63,7 +63,7 @@ def plan_graphs(plan: ModelPlan, kept: SavedBytes, *, actions: Sequence[Action])
         blocks = kept.blocks(spec.layers)
         saved += slots[index] * blocks.kept
         buffers += _hidden_states(plan, kept, spec=spec, num_slots=slots[index])
-        temporaries = max(temporaries, blocks.recomputed + kept.block_working())
+        temporaries = max(temporaries, blocks.recomputed + kept.block_temporaries())
         # what the previous stage has sent, beside its static copy
         message = 0 if spec.has_embedding else kept.sizes.outside * kept.sizes.width
         outside[index] = replace(

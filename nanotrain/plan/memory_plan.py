@@ -273,7 +273,7 @@ def peak_of(plan: ModelPlan, kept: SavedBytes, *, schedule: Schedule) -> Peak:
     actions = list(schedule.freeing_first(plan.groups["pp"].index))
     graphs = plan_graphs(plan, kept, actions=actions)
     evaluates = plan.config.evaluates and any(stage.spec.has_head for stage in plan.stages)
-    evaluation = Peak(0, 0, kept.loss_working(is_training=False) if evaluates else 0)
+    evaluation = Peak(0, 0, kept.loss_temporaries(is_training=False) if evaluates else 0)
     step = peak_of_step(actions, graphs.stages)
     peak = max(evaluation, step, key=lambda peak: peak.total)
     activations = peak.activations + graphs.saved

@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """What ranks send to go from one layout to another."""
+    """The transfers with which ranks go from one layout to another."""
 
     transfers: TransferPlan
     num_ranks: int  # of the larger layout
@@ -110,11 +110,15 @@ def plan_relayout(before: Config, after: Config, *, ranks: tuple[int, int]) -> R
                 element_bytes[box.name] = size
                 if boxes is held:
                     state_bytes[rank] += size * box.box.numel
-    transfers = plan_transfers(held, _fitted(held, wanted), element_bytes=element_bytes)
+    transfers = plan_transfers(
+        held, _without_unheld_padding(held, wanted), element_bytes=element_bytes
+    )
     return RelayoutPlan(transfers, num_ranks, tuple(state_bytes))
 
 
-def _fitted(held: list[list[TensorBox]], wanted: list[list[TensorBox]]) -> list[list[TensorBox]]:
+def _without_unheld_padding(
+    held: list[list[TensorBox]], wanted: list[list[TensorBox]]
+) -> list[list[TensorBox]]:
     """The wanted boxes without rows of padding that no rank holds.
 
     The vocabulary is padded to a multiple of the tensor-parallel size.

@@ -117,7 +117,7 @@ def cast_recipe(config: Config, sizes: Mapping[Any, int]) -> str:
 
 
 def _expert_rows(plan: ModelPlan, sizes: LayerSizes) -> int:
-    """Rows that a rank sends to experts, those on itself included."""
+    """Rows that a rank sends to experts, its own experts included."""
     moe = plan.shape.moe
     if moe is None:
         return 0
@@ -187,8 +187,8 @@ class SavedBytes:
             recomputed=max(blocks.recomputed, further.recomputed),
             complete=ends + received + further.complete + blocks.complete,
             freed=0 if self.holds_head_grads else ends,
-            working=self.block_working(),
-            loss=self.loss_working() if spec.has_head else 0,
+            working=self.block_temporaries(),
+            loss=self.loss_temporaries() if spec.has_head else 0,
         )
 
     def blocks(self, layers: Sequence[int]) -> BlockBytes:
@@ -240,7 +240,7 @@ class SavedBytes:
         )
 
     def _selected_blocks(self, layers: Sequence[int], complete: list[int]) -> BlockBytes:
-        """Saved bytes of blocks, without those that recomputed modules drop."""
+        """Bytes of blocks without the tensors that recomputed modules drop."""
         selected = [self.block(layer, self.modules) for layer in layers]
         dropped = [a - b for a, b in zip(complete, selected, strict=True)]
         return BlockBytes(
@@ -273,11 +273,11 @@ class SavedBytes:
         """The input of the final norm, and the gradients that the loss computes in its forward."""
         return saved_bytes(head_operators(self.sizes))
 
-    def block_working(self) -> int:
+    def block_temporaries(self) -> int:
         """Temporaries of the backward of a block."""
-        largest = self._mlp_working("dense", self.sizes)
+        largest = self._mlp_temporaries("dense", self.sizes)
         if self.has_experts:
-            largest = max(largest, self._mlp_working("moe", self.sizes))
+            largest = max(largest, self._mlp_temporaries("moe", self.sizes))
         layer_of_kind = {self.shape.kinds(layer): layer for layer in range(self.shape.num_layers)}
         for (mixer, mlp), layer in layer_of_kind.items():
             if mixer is None:
@@ -286,17 +286,17 @@ class SavedBytes:
             operators = MIXERS[mixer].operators(sizes)
             working = max(operator.working for operator in operators)
             if mlp == "dense":
-                largest = max(largest, self._mlp_working(mlp, sizes))
+                largest = max(largest, self._mlp_temporaries(mlp, sizes))
             if mlp is not None:  # the tensors saved by the MLP are freed before
                 working -= saved_bytes(MLPS[mlp].operators(sizes))
             largest = max(largest, working)
         return largest
 
-    def _mlp_working(self, kind: str, sizes: LayerSizes) -> int:
+    def _mlp_temporaries(self, kind: str, sizes: LayerSizes) -> int:
         """Temporaries of the backward of an MLP."""
         return max(operator.working for operator in MLPS[kind].operators(sizes))
 
-    def loss_working(self, *, is_training: bool = True) -> int:
+    def loss_temporaries(self, *, is_training: bool = True) -> int:
         """Temporaries of the loss: its unsaved inputs, and the logits and gradients of a chunk."""
         sizes = self.sizes
         chunk = chunk_tokens(sizes.columns, device=sizes.device, is_training=is_training)

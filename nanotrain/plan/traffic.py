@@ -205,7 +205,7 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def routing(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """What the ranks of a sequence gather before they choose experts, in every forward.
+    """Gathers over the ranks of a sequence before they choose experts, in every forward.
 
     Sinkhorn routing needs the logits and the position of each token, a capacity of experts its
     experts, their weights and its position.

@@ -21,7 +21,7 @@ FLASH_2 = {"sdpa flash", "varlen flash", "sdpa efficient", "flex"}
 
 
 def attention_flops_per_s(gpu: GPU, need: AttentionNeed, *, flag: str) -> float | None:
-    """The forward FLOP/s of a layer's kernel; None for those of the measured kernels.
+    """The forward FLOP/s of a layer's kernel; None: the measured kernels are used.
 
     Args:
         gpu: the device.

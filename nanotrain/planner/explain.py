@@ -52,7 +52,7 @@ def _unit_lines(unit: Unit, name: str, *, scenario: Scenario) -> Iterator[str]:
 
 
 def _recomputed_text(unit: Unit) -> str:
-    """What of a module runs again in the backward; empty for nothing."""
+    """Text on the operators of a module that run again in the backward; empty for none."""
     if not unit.recomputed:
         return ""
     if len(unit.recomputed) == len(unit.parts):

@@ -1,6 +1,6 @@
 """Launches of a layer with CUDA graphs: the host launches a graph in place of its operators.
 
-capture_layer   the parts of a layer, with those in graphs launched at once
+capture_layer   the parts of a layer; parts in one graph are launched at once
 
 With experts attention and router are in graphs; norm, dispatch, experts and the sum are not, and
 the shared expert counts as if it were not. A `--cuda-graph-scope` that leaves out attention, or a
@@ -28,7 +28,7 @@ def captures_router(train: TrainConfig) -> bool:
 
 
 def capture_layer(parts: Parts, train: TrainConfig) -> Parts:
-    """The parts of a layer, with those in graphs launched at once.
+    """The parts of a layer, where all parts in one graph are launched at once.
 
     Args:
         parts: parts of the layer, in forward order.

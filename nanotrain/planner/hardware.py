@@ -35,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times of a machine relative to those of its row, from measured runs (calibrate.py)."""
+    """Times of a machine relative to the times of its row, from measured runs (calibrate.py)."""
 
     compute: float = 1.0  # products, memory-bound operators and launches
     network: float = 1.0  # collectives

@@ -1,4 +1,4 @@
-"""What a run refuses on a GPU, asked before there is one."""
+"""The checks that a run makes on a GPU, made before there is one."""
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm.device import PLANNED_CUDNN

@@ -89,7 +89,7 @@ class Part:
     def run_forward(self, streams: Streams) -> None:
         """Add the forward pass to the streams."""
         num_launches, _, _ = self.launches
-        tiled = self._tiled(self.forward, also="forward tiles")
+        tiled = self._time_in_pieces(self.forward, also="forward tiles")
         self._wait(streams, self.before, overlapped_s=tiled)
         streams.run(self.forward, launches=num_launches, is_product=self.is_product)
         self._wait(streams, self.after, overlapped_s=tiled)
@@ -97,7 +97,7 @@ class Part:
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
         """Add the backward pass to the streams, or only dgrad or wgrad."""
         _, dgrad_launches, wgrad_launches = self.launches
-        tiled = self._tiled(self.dgrad)
+        tiled = self._time_in_pieces(self.dgrad)
         overlaps = self.hides != "none"
         next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
@@ -111,7 +111,7 @@ class Part:
     def _wait(self, streams: Streams, seconds: float, *, overlapped_s: float) -> None:
         streams.wait(self.group, seconds, overlapped_s=overlapped_s, is_captured=self.is_captured)
 
-    def _tiled(self, seconds: float, *, also: str = "tiles") -> float:
+    def _time_in_pieces(self, seconds: float, *, also: str = "tiles") -> float:
         """The time of a product that runs beside its transfers."""
         if self.hides not in ("tiles", also):
             return 0.0

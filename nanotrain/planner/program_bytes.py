@@ -119,7 +119,7 @@ class ProgramBytes:
             blocks = self._recomputed_blocks(blocks)
         for index, block in enumerate(blocks):
             is_offloaded = index < memory.cpu_offloading_num_layers
-            listed += _offloaded(block) if is_offloaded else block
+            listed += _offloaded_block(block) if is_offloaded else block
         if spec.has_head:
             listed += self.transform(head_operators(self.sizes))
             for layer in self.sizes.shape.mtp_layers:
@@ -339,7 +339,7 @@ class ProgramBytes:
         return StagePeak(kept, further, weights)
 
 
-def _offloaded(block: list[OperatorBytes]) -> list[OperatorBytes]:
+def _offloaded_block(block: list[OperatorBytes]) -> list[OperatorBytes]:
     """A block whose saved bytes are in host memory until its backward."""
     return [entry._replace(saved=0, working=entry.working + entry.saved) for entry in block]
 

@@ -46,7 +46,7 @@ class Component:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """What decides when a run ends."""
+    """The conditions from which the end of a run follows."""
 
     step_s: float  # seconds of a step
     num_steps: int
@@ -86,7 +86,7 @@ class RunConditions:
 
     @property
     def interval_s(self) -> float:
-        """Seconds of steps from save to save; those of the run where it saves at the end only."""
+        """Seconds of steps from save to save; of the whole run where it saves only at the end."""
         return min(self.save_interval or self.num_steps, self.num_steps) * self.step_s
 
     @property

@@ -98,7 +98,7 @@ def search(
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
-    alike, best = _fastest(candidates)
+    alike, best = _fastest_layouts(candidates)
     if not best:
         least = f"{space.least_bytes / 1e9:.1f} GB"
         raise ConfigError(
@@ -106,8 +106,8 @@ def search(
             why=f"each of {space.num_formed:,} layouts needs at least {least}",
             fix="add GPUs, choose GPUs with more memory, or shorten --seq-length",
         )
-    lighter = _predictions_that_fit(_lighter(candidates, factor=FRONTIER_STEP))
-    frontier = tuple(_lighter([best[0], *lighter]))
+    lighter = _predictions_that_fit(_lighter_layouts(candidates, factor=FRONTIER_STEP))
+    frontier = tuple(_lighter_layouts([best[0], *lighter]))
     return Search(
         best, alike, frontier=frontier, num_formed=space.num_formed, num_timed=len(candidates)
     )
@@ -147,7 +147,7 @@ def _predictions_that_fit(candidates: Iterable[Prediction]) -> Iterator[Predicti
             yield predict(scenario)
 
 
-def _fastest(
+def _fastest_layouts(
     candidates: Iterable[Prediction],
 ) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
     """The ties of the fastest fitting layout, the simplest first, and the NUM_BEST fastest."""
@@ -178,7 +178,9 @@ def complexity(prediction: Prediction) -> int:
     return num_axes + 2 if is_sharded else num_axes
 
 
-def _lighter(predictions: Iterable[Prediction], *, factor: float = 1.0) -> Iterator[Prediction]:
+def _lighter_layouts(
+    predictions: Iterable[Prediction], *, factor: float = 1.0
+) -> Iterator[Prediction]:
     """Pareto front: keep a layout if it needs less than `factor` times any faster one's memory."""
     least: float = inf
     for prediction in predictions:
@@ -241,7 +243,7 @@ class Space:
                 yield candidate
 
     def _recomputations(self) -> Iterator[Values]:
-        """What may be recomputed; only nanotrain recomputes all pointwise operators."""
+        """The recomputation settings to try; only nanotrain recomputes all pointwise operators."""
         for recomputation in RECOMPUTED:
             is_own = POINTWISE in recomputation["recompute_modules"]
             if self.engine == "nanotrain" or not is_own:

@@ -218,10 +218,12 @@ class Stages:
             parts = self.times.parts(mtp_operators(self.sizes, index))
             numel = self._end_numel({f"mtp.{index - num_layers}"})
             again = self._recomputed_mtp_parts(index)
-        return Unit(parts, numel, again if is_recomputed else self._selected(parts))
+        return Unit(
+            parts, numel, again if is_recomputed else self._parts_recomputed_selectively(parts)
+        )
 
     def _recomputed_mtp_parts(self, index: int) -> Parts:
-        """What full recomputation runs again of a layer of multi-token prediction, never the head.
+        """Operators of multi-token prediction that full recomputation runs again, never the head.
 
         The block alone; in Megatron-LM (multi_token_prediction.py) also what is before it.
         """
@@ -281,7 +283,7 @@ class Stages:
         self._shard(streams, unit, kind=kind)
         return streams
 
-    def _selected(self, parts: Parts) -> Parts:
+    def _parts_recomputed_selectively(self, parts: Parts) -> Parts:
         """Parts that selective recomputation runs again."""
         modules = set(self.config.memory.recomputed_modules)
         return [part for part in parts if modules.intersection(part.recomputed_by)]

@@ -151,7 +151,7 @@ class StepClock:
         self.shape = scenario.pipeline
         self.gpu = scenario.machine
         self.memory_share = memory_share
-        self.lengths = simulated(self.shape)
+        self.lengths = counts_to_simulate(self.shape)
         steps = self.steps(self.lengths[0])
         kinds = {action.kind for step in steps for action in step.actions}
         # in a fixed order, so that sums have the same bits in every process
@@ -418,10 +418,11 @@ class StepClock:
         return Timeline(tuple(map(tuple, ranks)))
 
 
-def simulated(shape: PipelineShape) -> list[int]:
+def counts_to_simulate(shape: PipelineShape) -> list[int]:
     """Numbers of microbatches to simulate: all, or two lengths of the steady state.
 
-    >>> simulated(PipelineShape(4, 1, 10)), simulated(PipelineShape(4, 1, 1023))
+    >>> shape = PipelineShape(4, 1, 1023)
+    >>> counts_to_simulate(PipelineShape(4, 1, 10)), counts_to_simulate(shape)
     ([10], [8, 12])
     """
     ranks = shape.num_ranks

@@ -41,9 +41,9 @@ class LossScale:
         self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._clean_steps = torch.tensor(clean_steps, device=device)
         self._overflows_left = torch.tensor(overflows_left, device=device)
-        self._keep()
+        self._remember_state()
 
-    def _keep(self) -> None:
+    def _remember_state(self) -> None:
         """Note the state before a step; updates replace the tensors."""
         self._earlier = (self._scale, self._clean_steps, self._overflows_left)
 
@@ -62,7 +62,7 @@ class LossScale:
         """
         if not self.is_dynamic:
             return
-        self._keep()
+        self._remember_state()
         overflowed = found_inf > 0
         overflows_left = self._overflows_left - overflowed.long()
         clean = torch.where(overflowed, 0, self._clean_steps + 1)

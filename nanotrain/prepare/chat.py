@@ -26,7 +26,7 @@ import numpy as np
 from nanotrain.data.encoding_budget import within_budget
 from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
-from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, Rendered, refused
+from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, Rendered, refusal_of
 from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
 ASSISTANT = "assistant"
@@ -57,7 +57,7 @@ class Conversation:
             is_object = isinstance(value, dict) and "messages" in value
             row = value if is_object else {"messages": value}
             messages = []
-            for entry in list_of(_decoded(row["messages"]), "messages"):
+            for entry in list_of(_decode_json(row["messages"]), "messages"):
                 messages.append(_parse_message(object_of(entry, "a message")))
             if not messages:
                 raise ValueError("it has no messages")
@@ -74,7 +74,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What a template writes after a reply: a token that ends a text, or a text that does."""
+    """The end of a reply as a template writes it: a token that ends a text, or a text that does."""
 
     token: int | None = None
     text: str = ""  # of the token, or of the end where no token is added to the vocabulary for it
@@ -172,7 +172,7 @@ class ChatTemplate:
         return self.turn_end().text
 
     def turn_end(self) -> TurnEnd:
-        """What ends a reply: the first added token of the text that the template writes after it.
+        """The end of a reply: the first added token of the text that the template writes after it.
 
         Raises:
             DataError: the template refuses a message and its reply, or writes another text for it.
@@ -219,7 +219,7 @@ class ChatTemplate:
         text = process.render(opened, tools=tools).text
         tag = _OPEN_END.strip()
         if content.strip() not in text or tag not in text:
-            raise refused("the chat template leaves out a part of the last message")
+            raise refusal_of("the chat template leaves out a part of the last message")
         begin = text.rindex(tag)
         # a template that strips messages has taken the blank of the tag, and those before it
         is_stripped = not text.startswith(_OPEN_END, begin)
@@ -263,7 +263,7 @@ def _find_replies(
         if message["role"] != ASSISTANT:
             continue
         if number == 0:  # a template renders no empty conversation
-            raise refused("its first message is of the assistant, so nothing asks for it")
+            raise refusal_of("its first message is of the assistant, so nothing asks for it")
         before = render(messages[:number], add_generation_prompt=True).text
         through = render(messages[: number + 1]).text
         if not text.startswith(before):
@@ -337,10 +337,10 @@ def _parse_tools(tools: Any) -> list[Any] | None:
     """The JSON schemas of tools; None for null and for an empty text."""
     if tools is None or tools == "":
         return None
-    return [object_of(tool, "a tool") for tool in list_of(_decoded(tools), "tools")]
+    return [object_of(tool, "a tool") for tool in list_of(_decode_json(tools), "tools")]
 
 
-def _decoded(value: Any) -> Any:
+def _decode_json(value: Any) -> Any:
     """The value of a column, which may be a text of JSON."""
     return parse_json(value) if isinstance(value, str) else value
 

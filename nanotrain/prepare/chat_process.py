@@ -69,11 +69,11 @@ class ChatProcess:
         request = {"messages": seen, "tools": tools, "add_generation_prompt": add_generation_prompt}
         reply = self._ask(request)
         if "error" in reply:
-            raise refused(f"the chat template refuses it: {reply['error']}")
+            raise refusal_of(f"the chat template refuses it: {reply['error']}")
         try:
             return Rendered(text_of(reply["text"], "its text"), reply["spans"])
         except ValueError as error:
-            raise refused(str(error)) from None
+            raise refusal_of(str(error)) from None
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request."""
@@ -125,6 +125,6 @@ def _as_templates_see(message: Message) -> Message:
     return {"thinking": thoughts[0], **kept, "reasoning_content": thoughts[0]}
 
 
-def refused(why: str) -> DataError:
+def refusal_of(why: str) -> DataError:
     """The error for a conversation that cannot be used."""
     return DataError("a conversation cannot be used", why=why, fix="correct or remove it")

@@ -106,7 +106,7 @@ def prepare_corpus(options: PrepareOptions) -> None:
         with nullcontext() if is_ready(options.parts, plan) else hold(wait_s=SET_UP_S):
             job, _ = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
         _write_missing(job, chunks, planned=chunks)
-        num_complete = sum(_completeness(options, len(chunks)))
+        num_complete = sum(_which_are_complete(options, len(chunks)))
         parts = count_of(len(chunks), "part")
         print(f"share {options.part} is complete; {num_complete} of {parts} are")
         return
@@ -148,7 +148,7 @@ def _split_input(options: PrepareOptions) -> tuple[InputChunk, ...]:
     return chunks
 
 
-def _completeness(options: PrepareOptions, num_parts: int) -> list[bool]:
+def _which_are_complete(options: PrepareOptions, num_parts: int) -> list[bool]:
     """Whether a part is complete, for the first parts."""
     return [is_complete(options.parts, number) for number in range(num_parts)]
 
@@ -369,7 +369,7 @@ def _write_missing(
         planned: the same chunks; empty for a stream.
     """
     options = job.options
-    complete = _completeness(options, len(planned))
+    complete = _which_are_complete(options, len(planned))
     if any(complete):
         print(f"resuming: {sum(complete)} of {len(planned)} parts are complete", flush=True)
 

@@ -42,7 +42,7 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
     task = ray.remote(max_retries=-1)(write_part)
     options = replace(job.options, output=job.options.output.absolute())
     job = replace(job, options=options)
-    waiting = map(_absolute, missing)
+    waiting = map(_with_absolute_paths, missing)
     running = [task.remote(job, numbered) for numbered in islice(waiting, workers)]
     while running:
         done, running = ray.wait(running)
@@ -147,7 +147,7 @@ def _is_queued(array: str) -> bool:
     return reply.returncode != 0 and "Invalid job id" not in reply.stderr
 
 
-def _absolute(numbered: Numbered) -> Numbered:
+def _with_absolute_paths(numbered: Numbered) -> Numbered:
     """A chunk whose files a process in any folder finds."""
     number, chunk = numbered
     return number, replace(chunk, files=tuple(str(Path(file).absolute()) for file in chunk.files))

@@ -130,7 +130,7 @@ def _read_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) ->
 
 
 def _parse_row(line: bytes, column: str) -> Any:
-    """The value of a line; what a document does not need may be too deep, too long or no UTF-8.
+    """The value of a line; other fields than the document's may be too deep, too long or no UTF-8.
 
     Raises:
         ValueError: no JSON, or a text that is no UTF-8.

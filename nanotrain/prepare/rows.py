@@ -130,7 +130,7 @@ def _names_in(row: Mapping[str, Any]) -> list[str]:
 
 
 def _cure(names: Sequence[str], otherwise: str) -> str:
-    """The cure of an error: what to do if the text is not in the column."""
+    """The cure of the error for a column without text."""
     is_talk = "messages" in names or SHAREGPT in names or all(name in names for name in ALPACA)
     return f"read conversations with --format chat, or {otherwise}" if is_talk else otherwise
 
@@ -145,14 +145,14 @@ def pick_messages(
     messages = value_at(row, column)
     tools = row.get(TOOLS)
     if messages is _MISSING:
-        messages = _converted(row)
+        messages = _convert_conversation(row)
     if isinstance(messages, list):
         return as_text([_with_role(message) for message in messages], tools)
     text = pick_text(row, column, source=source, columns=columns)
     return as_text(text, tools) if text and tools is not None else text
 
 
-def _converted(row: Mapping[str, Any]) -> Any:
+def _convert_conversation(row: Mapping[str, Any]) -> Any:
     """The messages of a row of ShareGPT or Alpaca; _MISSING for other rows."""
     if SHAREGPT in row:
         return row[SHAREGPT]

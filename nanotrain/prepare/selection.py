@@ -59,7 +59,7 @@ class Selection:
 
 
 def type_of(file: Path) -> str:
-    """The suffix of a file, with that of its compression.
+    """The suffix of a file, with the suffix of its compression.
 
     >>> type_of(Path("a.JSONL.gz")), type_of(Path("Makefile"))
     ('.jsonl.gz', 'no suffix')

@@ -125,7 +125,7 @@ MEMORY_PARTS = (
 def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:
     """The charts over steps by section, without idle ones.
 
-    The charts are those of `CHARTS`, then one per other group of metrics.
+    The rows of `CHARTS` come first, then one chart per other group of metrics.
     """
     remaining = metrics_of(runs)
     by_section: dict[str, list[Figure]] = {}

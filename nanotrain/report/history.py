@@ -232,7 +232,7 @@ def _starts(path: Path) -> Iterator[Start]:
 
 def _start_of(row: dict[str, Any]) -> Start:
     """The start that a row of starts.jsonl describes."""
-    settings = object_of(_plain(row["changed"]), "changed")
+    settings = object_of(_plain_value(row["changed"]), "changed")
     changed = {key: (before, now) for key, (before, now) in settings.items()}
     return Start(
         step=whole_number(row["step"], "step"),
@@ -256,15 +256,15 @@ def _mapping(path: Path) -> dict[str, Any]:
             values = parse_yaml(content)
     except (OSError, ValueError):
         return {}
-    return _plain(values) if isinstance(values, dict) else {}
+    return _plain_value(values) if isinstance(values, dict) else {}
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """A value as it can be shown: numbers, lists and mappings, and anything else as plain text."""
     if isinstance(value, dict):
-        return {plain_text(key): _plain(inner) for key, inner in value.items()}
+        return {plain_text(key): _plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_plain_value(inner) for inner in value]
     if value is None or isinstance(value, float):
         return value
     if isinstance(value, int) and abs(value) <= LARGEST:

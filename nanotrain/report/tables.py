@@ -159,7 +159,7 @@ def speed_facts(run: RunHistory) -> dict[str, Fact]:
 
 
 def origin_facts(run: RunHistory) -> dict[str, Fact]:
-    """What the run cost, and where it comes from: data, revision, host and command."""
+    """Device hours of the run, and its origin: data, revision, host and command."""
     environment = run.environment
     device_hours = "-"
     if run.num_steps:
@@ -235,7 +235,7 @@ def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
 
 
 def config_table(runs: Sequence[RunHistory]) -> str:
-    """Every setting, its value per run and what set it; those that differ are highlighted.
+    """Every setting, its value per run and its origin; settings that differ are highlighted.
 
     Settings that differ come first, then those that a file or a command line set.
     """
@@ -312,7 +312,7 @@ def environment_table(runs: Sequence[RunHistory]) -> str:
 
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
-    """The entries of environment.json as text by name, without those shown elsewhere."""
+    """The entries of environment.json as text by name, without entries that other tables show."""
     flat = {}
     for name, value in environment.items():
         if name == "command":

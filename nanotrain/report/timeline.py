@@ -272,12 +272,12 @@ def _lanes(step: RankStep) -> Lanes:
     for kind in LEGEND:
         spans = getattr(step, kind)
         total_ms[kind] = length(spans) / 1000
-        spans_ms[kind] = _drawable(spans, step.duration_us / RESOLUTION)
+        spans_ms[kind] = _close_small_gaps(spans, step.duration_us / RESOLUTION)
     total_ms["idle"] = step.idle_us / 1000
     return Lanes(step.rank, step.step, step.duration_us / 1000, total_ms, spans_ms)
 
 
-def _drawable(spans: Spans, gap: float) -> list[list[float]]:
+def _close_small_gaps(spans: Spans, gap: float) -> list[list[float]]:
     """Spans in ms, at most RESOLUTION of them: gaps below `gap` are closed."""
     if not len(spans):
         return []

@@ -179,7 +179,7 @@ def _computes(name: str) -> bool:
 
 
 def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
-    """The times of `a` that are also in `b`, or with `wanted=False` those that are not."""
+    """The times of `a` that are also in `b`; with `wanted=False` the times that are not in `b`."""
     bounds = np.unique(np.concatenate([a.ravel(), b.ravel()]))
     middles = (bounds[1:] + bounds[:-1]) / 2
     kept = _contains(a, middles) & (_contains(b, middles) == wanted)

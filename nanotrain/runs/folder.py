@@ -170,8 +170,8 @@ class RunFolder:
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             before = unnest(yaml.safe_load(read_file(self.path / "config.yaml")))
         settings = unnest(yaml.safe_load(config_yaml)) if before else {}
-        unset = _unset(origins or {}) & (
-            _unset(self._origins()) | (settings.keys() - before.keys())
+        unset = _unset_settings(origins or {}) & (
+            _unset_settings(self._origins()) | (settings.keys() - before.keys())
         )
         changed = {}
         for key, value in settings.items():
@@ -227,7 +227,7 @@ def within_timeout(remote: Remote, config: Config) -> Remote:
     return replace(remote, timeout_s=min(remote.timeout_s, timeout_s))
 
 
-def _unset(origins: Mapping[str, Any]) -> set[str]:
+def _unset_settings(origins: Mapping[str, Any]) -> set[str]:
     """The settings that nobody set: their values are defaults, or follow from other settings."""
     return {key for key, origin in origins.items() if str(origin).startswith("default")}
 

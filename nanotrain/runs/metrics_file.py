@@ -230,7 +230,7 @@ def _faults(rows: Sequence[tuple[bytes, float]], *, step: int, first: int | None
 def _changed_lines(rows: Sequence[tuple[bytes, float]]) -> list[int]:
     """The numbers of complete lines that are not as they were written.
 
-    Older versions wrote no checksum. A half row at the end is that of a killed writer.
+    Older versions wrote no checksum. A killed writer may leave half a row at the end.
     """
     changed = []
     has_sums = False

@@ -119,7 +119,7 @@ def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def require_change(before: Config, after: Config, *, ranks: tuple[int, int]) -> None:
-    """Check that a layout is another one than that of the run.
+    """Check that a layout differs from the layout of the run.
 
     Args:
         before: configuration of the run.

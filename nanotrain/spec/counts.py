@@ -76,8 +76,9 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
 
 
 def layer_weights(shape: ModelShape) -> tuple[int, ...]:
-    """Weights that a token is multiplied with in every layer; the last one has those of what
-    follows the layers too.
+    """Weights that a token is multiplied with in every layer.
+
+    The weights after the layers count as weights of the last layer.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))

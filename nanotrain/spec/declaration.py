@@ -168,7 +168,7 @@ def nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:
 
 
 def grouped(group: str, specs: Iterable[ParamSpec]) -> Specs:
-    """Set the group of those parameters that have none yet."""
+    """Set the group of all parameters that have no group yet."""
     return tuple(replace(spec, group=spec.group or group) for spec in specs)
 
 

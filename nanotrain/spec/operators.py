@@ -261,7 +261,7 @@ class CompressedAttention(Attention):
 
     @property
     def selected_pairs(self) -> int:
-        """Those that an indexer selects."""
+        """Pairs of a query and a compressed key that an indexer selects for it."""
         if not self.ratio:
             return 0
         length = self.chunks[0].length

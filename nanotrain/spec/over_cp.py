@@ -42,7 +42,7 @@ def scan_sent(
     num_decays: int = 1,
     output_itemsize: int | None = None,
 ) -> tuple[Sent, ...]:
-    """What a scan sends (parallel/cp/linear_attention.py).
+    """The messages of a scan over cp (parallel/cp/linear_attention.py).
 
     Args:
         s: sizes of the layer.

@@ -45,7 +45,7 @@ def _in_unit(unit: str, specs: Specs) -> Specs:
 
 
 def _layers(declare: Declaration, stage: StageSpec) -> Specs:
-    """The layers of a stage; those of one structure declare the same."""
+    """The parameters of the layers of a stage; layers of one structure declare the same."""
     specs_of_first: dict[int, Specs] = {}
     specs: Specs = ()
     for index in stage.layers:
@@ -57,7 +57,7 @@ def _layers(declare: Declaration, stage: StageSpec) -> Specs:
 
 
 def _head_and_mtp(declare: Declaration) -> Specs:
-    """Final norm, head and multi-token prediction; what is before the head is in its unit."""
+    """Final norm, head and multi-token prediction; the final norm is in the unit of the head."""
     shape = declare.shape
     end = RESIDUALS[shape.residual_type].declare_end(declare)
     end_specs = nest("leave_streams", end)

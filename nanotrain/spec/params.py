@@ -141,7 +141,7 @@ class LocalParam:
     """
 
     spec: ParamSpec
-    box: Box  # what this rank holds of it
+    box: Box  # the elements that this rank holds
     replica_id: int = 0
 
     @property

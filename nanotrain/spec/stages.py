@@ -145,7 +145,7 @@ class _Split(NamedTuple):
 
 
 def _with_stage(best: Mapping[int, _Split], sums: Sequence[int], *, end: int) -> Iterator[_Split]:
-    """Splits of the layers before `end` with one stage more than those of `best`.
+    """The best splits of the layers before `end` into one stage more than the splits in `best`.
 
     `sums` are the costs of the first layers, by their number.
     """

@@ -162,16 +162,18 @@ def require_matches(sets: tuple[tuple[str, TrainableSet], ...], shape: ModelShap
     names = [spec.name for spec in declare_model(shape)]
     trainable_sets = [trainable for _, trainable in sets]
     for found in (
-        _unmatched(trainable_sets, names),
-        _untrained(sets, names),
-        _without_effect(trainable_sets, names),
+        _unmatched_patterns(trainable_sets, names),
+        _untrained_stages(sets, names),
+        _patterns_without_effect(trainable_sets, names),
     ):
         errors = ErrorCollector()
         errors.errors.extend(found)
         errors.raise_errors()
 
 
-def _unmatched(sets: Iterable[TrainableSet], names: Sequence[str]) -> Iterator[ConfigError]:
+def _unmatched_patterns(
+    sets: Iterable[TrainableSet], names: Sequence[str]
+) -> Iterator[ConfigError]:
     """Patterns that match no parameter."""
     patterns: dict[tuple[str, str], None] = {}
     for trainable in sets:
@@ -183,12 +185,12 @@ def _unmatched(sets: Iterable[TrainableSet], names: Sequence[str]) -> Iterator[C
                 f"{flag} {pattern} matches no parameter",
                 why=f"the model has {count_of(len(names), 'parameter')}, from {names[0]} to "
                 f"{names[-1]}",
-                fix=_similar(pattern, names),
+                fix=_similar_names(pattern, names),
             )
 
 
-def _similar(pattern: str, names: Sequence[str]) -> str:
-    """What to write in place of a pattern that matches nothing."""
+def _similar_names(pattern: str, names: Sequence[str]) -> str:
+    """The cure for a pattern that matches nothing: similar names."""
     if pattern.startswith("head") and HEAD not in names:
         return f"the output layer shares {EMBEDDING}, unless --untie-embeddings-and-output-weights"
     near = _near_patterns(pattern, names)
@@ -208,7 +210,7 @@ def _near_patterns(pattern: str, names: Iterable[str]) -> list[str]:
     return get_close_matches(pattern, known, n=NUM_SUGGESTED, cutoff=MIN_SIMILARITY)
 
 
-def _untrained(
+def _untrained_stages(
     sets: Iterable[tuple[str, TrainableSet]], names: Collection[str]
 ) -> Iterator[ConfigError]:
     """Stages without a parameter to train."""
@@ -225,7 +227,9 @@ def _untrained(
         )
 
 
-def _without_effect(sets: Sequence[TrainableSet], names: Sequence[str]) -> Iterator[ConfigError]:
+def _patterns_without_effect(
+    sets: Sequence[TrainableSet], names: Sequence[str]
+) -> Iterator[ConfigError]:
     """Patterns that change nothing beside the others, in all stages that have them."""
     frozen = [pattern for trainable in sets for pattern in trainable.freeze]
     for pattern in dict.fromkeys(frozen):

@@ -119,7 +119,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
+    """An error, and the errors that it was raised from."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

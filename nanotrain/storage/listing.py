@@ -61,7 +61,7 @@ def list_az(client: Any, folder: Folder, *, token: str | None) -> Page:
 
 
 async def _list_blobs(client: Any, folder: Folder, *, token: str | None) -> Page:
-    """A page of Azure's client; its error for a container that is missing is that of others."""
+    """A page of Azure's client; a missing container raises the same error as elsewhere."""
     async with client.service_client.get_container_client(container=folder.bucket) as container:
         blobs = container.list_blobs(include=["metadata"], name_starts_with=folder.prefix)
         pages = blobs.by_page(continuation_token=token)

@@ -257,7 +257,7 @@ class Remote:
         self._retried("written", lambda wait: self._client().pipe_file(self.path, data))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects below this folder; those that are gone already are no error."""
+        """Delete objects below this folder; an object that is gone already is no error."""
         paths = [f"{self.path}/{name}" for name in names]
         for first in range(0, len(paths), 1000):  # a request of most providers
             batch = paths[first : first + 1000]

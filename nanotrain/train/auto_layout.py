@@ -48,7 +48,7 @@ def with_planned_settings(
 ) -> tuple[Config, RunInputs]:
     """The configuration with every setting that it leaves to the planner, and its origins.
 
-    The arguments and errors are those of `with_auto_layout`.
+    Arguments and errors as for `with_auto_layout`.
     """
     if config.parallel.auto_layout:
         config, inputs = with_auto_layout(config, inputs, start=start, explicit=explicit)

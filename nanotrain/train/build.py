@@ -297,7 +297,7 @@ def _tensor_parallel(
 
 
 def _left_out_of_pieces(fp8: Fp8Options | None) -> str:
-    """What layers in fp8 send as a whole, for the log."""
+    """Layers in fp8 whose transfers are not overlapped in pieces, for the log."""
     if fp8 is None:
         return ""
     if can_overlap(fp8.recipe):

@@ -169,7 +169,7 @@ class _Loop:
         self._log_changed_data(output.settings)
         report = self._report(output, batch)
         ready = self.unread.take(report)
-        if not self._rolled_back(report):
+        if not self._roll_back_spike(report):
             # Every hook gets the reports before the next hook, which may save: a run resumed from
             # there needs the rows.
             self._call_hooks(partial(_finish_step, run=run, report=report, ready=ready))
@@ -218,7 +218,7 @@ class _Loop:
             self._slowest.finish(report, batch.busy_s)
         return report
 
-    def _rolled_back(self, report: StepReport) -> bool:
+    def _roll_back_spike(self, report: StepReport) -> bool:
         """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
         run = self.run
         factor = run.config.train.rollback_on_spike

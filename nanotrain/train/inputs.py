@@ -275,7 +275,7 @@ def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
-    """Replace the model section by that of the checkpoint to start from, if there is one.
+    """Replace the model section by the checkpoint's, if the run starts from one.
 
     Model settings of the command line that do not concern the weights stay (loss coefficients,
     capacity), and rotary positions. The others are replaced, and differences are logged. The

@@ -74,7 +74,7 @@ def import_step(step: Path, target: Path, *, optim: bool) -> None:
 
 
 def find_megatron_source(config: Config, folder: RunFolder) -> Path | None:
-    """The folder of Megatron-LM that a start begins from: that of --load, or the run's own.
+    """The folder of Megatron-LM that a start begins from: the one of --load, or the run folder.
 
     A launch script of Megatron-LM may save where it loads. Its folder is then the run folder, whose
     own checkpoints come first.

@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass
 class EarlyEnd:
-    """What ends a run before its last step, kept where the run is built again."""
+    """Reasons to end a run before its last step, kept where the run is built again."""
 
     # monotonic time from which `exit_duration_in_mins` counts; None: no phase has begun
     started: float | None = None
@@ -119,7 +119,7 @@ def train_in_phases(
             inputs = replace(inputs, checkpoint=checkpoint, is_resumed=True, begins_phase=True)
         else:
             return
-        plan = replace(plan, config=_going_on(plan.config))
+        plan = replace(plan, config=_config_to_go_on(plan.config))
 
 
 def _begin_phase(
@@ -167,7 +167,7 @@ def _saved_state(config: Config, inputs: RunInputs) -> TrainState:
         return TrainState()
 
 
-def _going_on(config: Config) -> Config:
+def _config_to_go_on(config: Config) -> Config:
     """The configuration of a phase that begins with a checkpoint of the run."""
     options = replace(config.checkpoint, load=None, finetune=False, load_optim=True)
     return replace(config, checkpoint=options)

@@ -130,7 +130,11 @@ def diagnose(
     details = tuple(_differences(views, topology))
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
     blocked = sorted(rank for rank, peers in waits.items() if peers)
-    causes = _ended_or_stopped(views) or _with_lost_connections(cut or {}) or _behind(views, waits)
+    causes = (
+        _ended_or_stopped(views)
+        or _with_lost_connections(cut or {})
+        or _describe_ranks_behind(views, waits)
+    )
     if not causes and blocked:
         headline = f"ranks {ranks_text(blocked)} wait for each other: they started their "
         headline += "collectives in different orders"
@@ -166,12 +170,12 @@ def _with_lost_connections(cut: Mapping[int, int]) -> dict[int, str]:
     return dict.fromkeys(ranks, f"runs, but connections of it were closed (from rank {pairs})")
 
 
-def _behind(views: Views, waits: Mapping[int, set[int]]) -> dict[int, str]:
+def _describe_ranks_behind(views: Views, waits: Mapping[int, set[int]]) -> dict[int, str]:
     """Describe the ranks that others wait for and that wait for no rank themselves."""
     texts = {}
-    for rank in _awaited(waits):
+    for rank in _awaited_ranks(waits):
         waiting = [other for other, peers in waits.items() if rank in peers]
-        texts[rank] = f"is behind: {_waited(waiting, views)}"
+        texts[rank] = f"is behind: {_describe_wait(waiting, views)}"
     return texts
 
 
@@ -185,7 +189,7 @@ def _with_fewer_collectives(views: Views, topology: Topology) -> dict[int, str]:
     for rank, view in views.items():
         fewer[rank] = _started_fewer(view, views, topology=topology)
     ahead = named_ranks([rank for rank, peers in fewer.items() if peers])
-    return dict.fromkeys(_awaited(fewer), f"started fewer collectives than {ahead}")
+    return dict.fromkeys(_awaited_ranks(fewer), f"started fewer collectives than {ahead}")
 
 
 def _nobody_waits(views: Views, topology: Topology) -> str:
@@ -197,7 +201,7 @@ def _nobody_waits(views: Views, topology: Topology) -> str:
     return "\n".join(["no rank waits for another one; look at the stacks:", *lines])
 
 
-def _awaited(waits: Mapping[int, set[int]]) -> list[int]:
+def _awaited_ranks(waits: Mapping[int, set[int]]) -> list[int]:
     """The ranks that another one waits for, and that wait for none."""
     peers = set().union(*waits.values())
     return sorted(peer for peer in peers if not waits[peer])
@@ -278,7 +282,7 @@ def _with_lower_sequence(members: Ranks, views: Views, *, group: str, sequence: 
     return {rank for rank in known if views[rank].sequence(group) < sequence}
 
 
-def _waited(ranks: Sequence[int], views: Views) -> str:
+def _describe_wait(ranks: Sequence[int], views: Views) -> str:
     """Describe the collective that waiting ranks wait for."""
     waiting = views[ranks[0]].waiting
     assert waiting is not None, "ranks that wait have one"

@@ -58,12 +58,12 @@ class Measurement:
 
     @property
     def group(self) -> tuple[str, int, bool]:
-        """Measurements with one group are compared: pairs of a host, and those of two hosts."""
+        """Measurements of one group are compared: pairs inside a host, or pairs across hosts."""
         return self.kind, self.num_bytes, bool(self.peer_host) and self.peer_host != self.host
 
     @property
     def label(self) -> str:
-        """What was measured."""
+        """The measured quantity, for the report."""
         if self.kind == PAIR:
             where = "across hosts" if self.group[2] else "in a host"
             return f"send and receive {describe_bytes(self.num_bytes)} {where}"

@@ -122,7 +122,9 @@ class Watchdog:
             The fault with that rank, or the fault itself if no report can be written.
         """
         self._stopped.set()
-        _wait_until(self._lost, GRACE_S)  # a killed process ends a moment later than its sockets
+        _wait_until(
+            self._lost_ranks, GRACE_S
+        )  # a killed process ends a moment later than its sockets
         with self._reporting:
             diagnosis = self._report(f"{fault.what}: {fault.why}")
         return fault if diagnosis is None else ReportedFault(diagnosis.headline)
@@ -140,7 +142,7 @@ class Watchdog:
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def on_signal(number: int, _frame: FrameType | None) -> None:
-            if not self._lost():
+            if not self._lost_ranks():
                 signal.signal(number, before)
                 signal.raise_signal(number)
 
@@ -176,7 +178,7 @@ class Watchdog:
             sys.stdout.flush()
             was_killed = self._kill_frozen()
             generation = self._context.generation
-            is_gone = was_killed or bool(self._lost())
+            is_gone = was_killed or bool(self._lost_ranks())
             # the agent of torchrun, which starts no single rank, waits for the end of the others
             if generation is None or (is_gone and not generation.is_supervised):
                 self._end(EXIT_CODE)
@@ -191,7 +193,7 @@ class Watchdog:
         if self._heartbeat.beats != self._beats or self._is_slow_by_nature():
             self._beats = self._heartbeat.beats
             self._moved = now
-        lost = self._lost()
+        lost = self._lost_ranks()
         if not lost:
             self._lost_since = None
         elif self._lost_since is None:
@@ -212,7 +214,7 @@ class Watchdog:
             return False
         return all(state_of(process) != "T" for process in self._local)
 
-    def _lost(self) -> list[RankProcess]:
+    def _lost_ranks(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""
         lost = []
         for process in self._local:

@@ -115,7 +115,7 @@ FRAGMENTS = replace(FIM, rate=0.7, split_token=SPLIT, fragment_rate=0.5)
 
 
 def chosen(fim: FillInTheMiddle, key: str, rate: float) -> bool:
-    return fim._draws(key)[0] < rate * 2**64
+    return fim._draw_numbers(key)[0] < rate * 2**64
 
 
 def rewritten_by_hand(fim: FillInTheMiddle, ids: list[int], *, key: str, rate: float) -> list[int]:
@@ -123,7 +123,7 @@ def rewritten_by_hand(fim: FillInTheMiddle, ids: list[int], *, key: str, rate: f
     kept = len(ids) - 3
     if kept < 1 or not chosen(fim, key, rate):
         return ids
-    _, order, *ends = fim._draws(key)
+    _, order, *ends = fim._draw_numbers(key)
     first, last = sorted(end * (kept + 1) // 2**64 for end in ends)
     prefix, gap, suffix = ids[:first], ids[first:last], ids[last:kept]
     if order < fim.spm_rate * 2**64:

@@ -161,7 +161,7 @@ def test_of_layouts_that_are_nearly_as_fast_the_simplest_comes_first(
     reduced_often = prediction_of(1.01, 0, strategy="optim_grads")
     simple, as_simple = prediction_of(1.03, 1), prediction_of(1.02, 1)
     slow = prediction_of(1.0 * search_module.TIE + 0.01, 0)
-    alike, best = search_module._fastest([fastest, reduced_often, as_simple, simple, slow])
+    alike, best = search_module._fastest_layouts([fastest, reduced_often, as_simple, simple, slow])
     assert alike == (as_simple, simple, reduced_often, fastest)
     assert best[:4] == (fastest, reduced_often, as_simple, simple), "by time"
-    assert search_module._fastest([]) == ((), ())
+    assert search_module._fastest_layouts([]) == ((), ())

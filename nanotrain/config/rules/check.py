@@ -99,7 +99,7 @@ def check_rules(
     errors: ErrorCollector,
     unreadable: frozenset[str] = frozenset(),
 ) -> None:
-    """Check the rules of a group, except those on fields that could not be read.
+    """Check the rules of a group, except rules on fields that could not be read.
 
     Args:
         config: the configuration; fields that could not be read have their defaults.

@@ -44,7 +44,7 @@ def check_bf16_gradients(c: Settings) -> Errors:
 
 
 def check_gradient_dtypes(c: Settings) -> Errors:
-    """Dtypes of accumulated gradients, and of those that the optimizer reads."""
+    """Dtypes of accumulated gradients, and of gradients that the optimizer reads."""
     dtype = c.precision.params_dtype
     in_fp32 = c.precision.accumulate_allreduce_grads_in_fp32
     why = "the optimizer reads bf16 gradients only where they are accumulated and reduced in bf16"

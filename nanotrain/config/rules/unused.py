@@ -102,7 +102,7 @@ class OptionalSection:
         return bool(value != self.value) if self.value else not value
 
     def unused(self, *, is_harmless: bool) -> Unused:
-        """The fields of the absent section: those in `HARMLESS`, or all others."""
+        """The fields of the absent section: the fields in `HARMLESS`, or all other fields."""
         why = f"it belongs to {self.switch.name} {self.value}".rstrip()
         if self.switch.is_optional:
             why += ", which is unset"

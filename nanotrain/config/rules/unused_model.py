@@ -254,7 +254,7 @@ def unused_query_norms(c: Settings) -> UnusedFields:
 
 
 def unused_mup(c: Settings) -> UnusedFields:
-    """Sizes and factors of muP without it, and those of the scores where others scale them."""
+    """Settings of muP without muP, and its factor of the scores where others scale them."""
     scores = ("mup_base_head_dim", "mup_attn_scale_power")
     if not c.model.use_mup:
         yield unused(

@@ -40,7 +40,7 @@ class Modules:
     def size(self, module: str, *, layer: int, leaf: str = "weight") -> Shape | None:
         """The shape of a tensor of a layer; None without it.
 
-        With a tensor per expert, that of the first one.
+        Where experts have a tensor each, the shape of the first expert's tensor.
         """
         names = []
         for naming in self._namings:

@@ -139,7 +139,7 @@ def import_dcp(
 
 
 def options_of(line: CommandLine, *, model_folder: Path | None, optim: bool) -> list[str]:
-    """What the user asks for, by the names of settings and flags."""
+    """Settings and flags that the user gives, by name."""
     options = sorted([*line.explicit, *line.choices])
     if model_folder is not None:
         options.append("--model-config")
@@ -203,7 +203,7 @@ def find_state(run: StoredRun, model: ImportedModel) -> dict[str, TensorMapping]
     """The moments of all parameters.
 
     Raises:
-        CheckpointError: those of another optimizer, or of some parameters only.
+        CheckpointError: they are of another optimizer, or some parameters have none.
     """
     require_adam(run)
     model.move_tied_state(run)
@@ -253,7 +253,7 @@ def describe_dtypes(opened: ImportedRun) -> str:
 
 
 def describe(opened: ImportedRun) -> list[str]:
-    """What was taken, changed, guessed and left out, one line each."""
+    """One line for each thing that was imported, changed, guessed or left out."""
     counters = opened.counters
     lines = []
     if counters is None:

@@ -50,7 +50,7 @@ class Counters:
 
 
 def require_adam(run: StoredRun) -> None:
-    """Check that the state of the optimizer is that of Adam, by names.
+    """Check by names that the state of the optimizer is Adam's.
 
     Raises:
         CheckpointError: it is not.
@@ -74,7 +74,7 @@ def require_adam(run: StoredRun) -> None:
 
 
 def adam_settings(run: StoredRun, *, config: Config, given: Collection[str]) -> Settings:
-    """The settings of AdamW by key, without those that are given.
+    """The settings of AdamW by key, without the settings that the user gives.
 
     Args:
         run: the checkpoint.
@@ -112,7 +112,7 @@ def adam_settings(run: StoredRun, *, config: Config, given: Collection[str]) -> 
 def settings_of(
     groups: Mapping[str, Mapping[str, Any]], run: StoredRun, *, given: Collection[str]
 ) -> Settings:
-    """The settings of AdamW from those of each parameter; ValueError for others."""
+    """The settings of AdamW from the settings per parameter; ValueError for another optimizer."""
     for name, group in groups.items():
         for flag in ("amsgrad", "maximize"):
             if group.get(flag):

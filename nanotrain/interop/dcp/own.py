@@ -33,7 +33,7 @@ def read_own(folder: TorchDistFolder, output: Path, *, options: Sequence[str]) -
     Args:
         folder: the folder.
         output: the folder to write; must not exist or be empty.
-        options: what the user asks for; nothing has an effect.
+        options: settings that the user gives; an error, as none of them would have an effect.
 
     Raises:
         CheckpointError: it is damaged, or `output` has files.

@@ -127,14 +127,14 @@ def load_archive(source: Path | bytes, *, shown: str, is_mapped: bool = False) -
 
 
 def read_source(source: Path | bytes) -> bytes:
-    """The bytes of a file, or those that are given."""
+    """The bytes of a file; of bytes the bytes themselves."""
     if isinstance(source, Path):
         return read_file(source, most=MAX_ARCHIVE_BYTES)
     return source
 
 
 def load_restricted(archive: Callable[[], Any], *, shown: str, is_mapped: bool = False) -> Any:
-    """The content of an archive, whose classes become those of `Record`.
+    """The content of an archive, in which every object of a known class becomes a `Record`.
 
     Args:
         archive: returns the archive, from its beginning: a file, or the name of one to map.

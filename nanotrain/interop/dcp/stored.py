@@ -162,7 +162,7 @@ class StoredRun:
         return keys
 
     def _find_model(self) -> tuple[str, str]:
-        """What the weights have in front, and the name of the word embedding."""
+        """The prefix of the keys of weights, and the name of the word embedding."""
         names = sorted(embedding_names(), key=len, reverse=True)
         found: dict[str, str] = {}
         for key in self._keys:
@@ -228,5 +228,5 @@ def canonical(key: str) -> str:
 
 
 def is_model(prefix: str) -> bool:
-    """Whether weights with this in front are those of the model, not an average of them."""
+    """Whether keys with this prefix are weights of the model, not a moving average of them."""
     return not prefix or prefix.split(".")[-2] in ("model", "module")

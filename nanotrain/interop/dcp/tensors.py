@@ -151,13 +151,13 @@ class TorchDistFolder:
             CheckpointError: it is damaged.
         """
         extent = self.objects[key]
-        content = self._mapped(extent)[extent.offset : extent.offset + extent.nbytes]
+        content = self._map_file(extent)[extent.offset : extent.offset + extent.nbytes]
         return load_archive(content, shown=f"{self.folder / extent.file}, {key}")
 
     def _read_chunk(self, extent: Extent, chunk: Box, *, inner: Box, key: str) -> Tensor:
         """Part of a chunk, of which only the rows between its first and last element are copied."""
         try:
-            mapped = self._mapped(extent)
+            mapped = self._map_file(extent)
             view = memoryview(mapped)[extent.offset : extent.offset + extent.nbytes]
             layout = _load_layout(view)
             if tuple(layout.shape) != chunk.shape:
@@ -171,7 +171,7 @@ class TorchDistFolder:
         except Exception as error:  # what damaged archives raise has no common class
             raise self._damaged(extent.file, f"{type(error).__name__}: {error}") from None
 
-    def _mapped(self, extent: Extent) -> mmap.mmap:
+    def _map_file(self, extent: Extent) -> mmap.mmap:
         """The file of a chunk, mapped into memory."""
         with self._lock:
             if extent.file not in self._maps:

@@ -43,7 +43,7 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
 def changed_positions(
     described: ModelConfig, configured: ModelConfig, *, explicit: Collection[str]
 ) -> dict[str, Any]:
-    """The settings of rotary positions that differ from those of the weights, by key.
+    """The settings of rotary positions that the configuration changes, by key.
 
     Args:
         described: the model of the weights.

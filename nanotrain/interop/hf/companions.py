@@ -106,7 +106,7 @@ class Companions:
             return dict(written), None
         raw = self.origin_config
         is_same_family = raw.get("model_type") == written["model_type"]
-        if is_same_family and _describes(self.origin, model_config):
+        if is_same_family and _describes_model(self.origin, model_config):
             kept = self._kept_entries(written["torch_dtype"])
             is_untied_there = config_from_hf(raw).untie_embeddings_and_output_weights
             if is_untied_there != model_config.untie_embeddings_and_output_weights:
@@ -213,7 +213,7 @@ def _has_other_chat(folder: Path, origin: Path) -> bool:
     return False
 
 
-def _describes(folder: Path, model_config: ModelConfig) -> bool:
+def _describes_model(folder: Path, model_config: ModelConfig) -> bool:
     """Whether the config.json of a folder describes a model; free fields may differ."""
     try:
         described = model_from_hf(folder)

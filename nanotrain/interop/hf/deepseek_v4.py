@@ -45,7 +45,7 @@ def _read_deepseek_v4(raw: Raw) -> Values:
 
 
 def _read_positions(raw: Raw) -> Values:
-    """Rotary positions of layers with compressed keys, and the base of those without.
+    """Rotary positions of layers with compressed keys, and the rotary base of layers without.
 
     transformers nests both tables; with YaRN the length of queries and keys has no factor.
     """

@@ -161,7 +161,7 @@ class _TensorTypes:
 
     @classmethod
     def choose(cls, dtype: str, before: Mapping[str, str]) -> "_TensorTypes":
-        """One data type, or with "auto" those of the origin."""
+        """One data type for all tensors; with "auto" the data types that the origin has."""
         if dtype != "auto":
             return cls(dtype, {}, before)
         counts = Counter(before.values()).most_common(1)

@@ -127,7 +127,7 @@ def _complete_row(name: str, rows: Mapping[str, Row]) -> Row:
 
 
 def _add_row(complete: Row, row: Row) -> None:
-    """Add the values of a row: tables and lists join those that are there, the rest replaces."""
+    """Add the values of another row: tables and lists are joined, other values are replaced."""
     for key, value in row.items():
         if isinstance(value, dict):
             complete[key] = complete.get(key, {}) | value
@@ -329,7 +329,7 @@ def read_full_config(folder: Path) -> dict[str, Any]:
 
 
 def cure_of_folder(folder: Path) -> str:
-    """What to write for a folder without config.json: a run, a name on the hub, or another."""
+    """The cure for a folder without config.json: a run, a name on the hub, or another folder."""
     is_step = (folder / "manifest.json").is_file()
     if is_step or (folder / "checkpoints").is_dir():
         return (
@@ -370,7 +370,7 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
 
 
 def _describe_lost(lost_fields: Mapping[str, Sequence[str]]) -> str:
-    """What the nearest families, of those that are asked, cannot represent."""
+    """Text on the settings that the nearest of some families cannot represent."""
 
     def distance(name: str) -> tuple[bool, int]:
         lost = lost_fields[name]

@@ -78,7 +78,7 @@ def _parse_row(text: str, *, known: Collection[str]) -> FolderRow:
     if len(families) != 1:
         raise ValueError(f"it has {len(families)} families, it must have one")
     kind, row = next(iter(families.items()))
-    return FolderRow(_word(kind, "model_type"), _checked(row, known=known), text)
+    return FolderRow(_parse_name(kind, "model_type"), _parse_tables(row, known=known), text)
 
 
 def require_readable(kind: str, row: Mapping[str, Any], *, known: Collection[str]) -> None:
@@ -123,9 +123,9 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def _checked(row: Any, *, known: Collection[str]) -> dict[str, Any]:
+def _parse_tables(row: Any, *, known: Collection[str]) -> dict[str, Any]:
     """A row whose every table has the expected types."""
-    checks = _CHECKS | {"from": lambda value: _list(value, "from", known=known)}
+    checks = _CHECKS | {"from": lambda value: _parse_list(value, "from", known=known)}
     checked = {}
     for name, value in object_of(row, "the row").items():
         if name not in checks:
@@ -137,14 +137,14 @@ def _checked(row: Any, *, known: Collection[str]) -> dict[str, Any]:
     return checked
 
 
-def _word(value: Any, field: str) -> str:
+def _parse_name(value: Any, field: str) -> str:
     text = text_of(value, field)
     if not _WORD.fullmatch(text):
         raise ValueError(f"{field} is {shown(text)}, it must be a name")
     return text
 
 
-def _list(value: Any, field: str, *, known: Collection[str] | None = None) -> list[str]:
+def _parse_list(value: Any, field: str, *, known: Collection[str] | None = None) -> list[str]:
     """A list of names, or of patterns of names."""
     items = list_of(value, field)
     if len(items) > MAX_ITEMS:
@@ -158,29 +158,29 @@ def _list(value: Any, field: str, *, known: Collection[str] | None = None) -> li
     return items
 
 
-def _names(value: Any, field: str) -> dict[str, str]:
+def _parse_names(value: Any, field: str) -> dict[str, str]:
     """A table of names."""
     table = object_of(value, field)
-    return {_word(name, field): _word(other, field) for name, other in table.items()}
+    return {_parse_name(name, field): _parse_name(other, field) for name, other in table.items()}
 
 
-def _keys(value: Any, field: str) -> dict[str, str]:
+def _parse_keys(value: Any, field: str) -> dict[str, str]:
     """Entries -> keys of the model section."""
-    table = _names(value, field)
+    table = _parse_names(value, field)
     for key in table.values():
         _require_key(key)
     return table
 
 
-def _entries(value: Any, field: str) -> dict[str, Any]:
+def _parse_entries(value: Any, field: str) -> dict[str, Any]:
     """A table of entries of config.json with any values."""
     table = object_of(value, field)
     for name in table:
-        _word(name, field)
+        _parse_name(name, field)
     return table
 
 
-def _fixed(value: Any) -> dict[str, Any]:
+def _parse_fixed(value: Any) -> dict[str, Any]:
     table = object_of(value, "fixed")
     for key in table:
         _require_key(key)
@@ -192,25 +192,25 @@ def _require_key(key: str) -> None:
         raise ValueError(f"{shown(key)} is no setting of the model section")
 
 
-def _required(value: Any) -> dict[str, list[Any]]:
+def _parse_required(value: Any) -> dict[str, list[Any]]:
     table = object_of(value, "required")
-    return {_word(name, "required"): list_of(values, name) for name, values in table.items()}
+    return {_parse_name(name, "required"): list_of(values, name) for name, values in table.items()}
 
 
-def _layer(value: Any) -> str:
+def _parse_layer(value: Any) -> str:
     text = text_of(value, "layer")
     if not _LAYER.fullmatch(text):
         raise ValueError(f"layer is {shown(text)}, it must be a name with {{layer}}")
     return text
 
 
-def _layers(value: Any) -> dict[str, Any]:
+def _parse_layers(value: Any) -> dict[str, Any]:
     """Modules -> names of tensors, or tables with `HFName`'s fields."""
     table = object_of(value, "layers")
     for module, name in table.items():
-        _word(module, "layers")
+        _parse_name(module, "layers")
         if not isinstance(name, dict):
-            _word(name, "layers")
+            _parse_name(name, "layers")
             continue
         for field, part in name.items():
             _check_name_field(field, part)
@@ -219,9 +219,9 @@ def _layers(value: Any) -> dict[str, Any]:
 
 def _check_name_field(field: str, value: Any) -> None:
     if field == "name":
-        _word(value, field)
+        _parse_name(value, field)
     elif field == "fused":
-        _list(value, field)
+        _parse_list(value, field)
     elif value in VALUES.get(field, ()):
         return
     elif field == "groups" and type(value) is int:
@@ -230,38 +230,38 @@ def _check_name_field(field: str, value: Any) -> None:
         raise ValueError(f"a tensor of layers has {shown(field)}: {shown(value)}")
 
 
-def _constants(value: Any) -> dict[str, float]:
+def _parse_constants(value: Any) -> dict[str, float]:
     """Names of scalars -> their values."""
     table = object_of(value, "constants")
     for name, number in table.items():
-        _word(name, "constants")
+        _parse_name(name, "constants")
         if type(number) not in (int, float):
             raise ValueError(f"{shown(name)} is {shown(number)}, it must be a number")
     return table
 
 
-def _flag(value: Any) -> bool:
+def _parse_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{shown(value)} must be true or false")
     return value
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
-    "architecture": lambda value: _word(value, "architecture"),
-    "constants": _constants,
-    "defaults": lambda value: _entries(value, "defaults"),
-    "ends": lambda value: _names(value, "ends"),
-    "entries": lambda value: _keys(value, "entries"),
-    "fixed": _fixed,
-    "ignored": lambda value: _list(value, "ignored"),
-    "ignores_later_layers": _flag,
-    "layer": _layer,
-    "layers": _layers,
-    "parts": lambda value: _list(value, "parts", known=PARTS),
-    "passed_over": lambda value: _list(value, "passed_over"),
-    "prefix": lambda value: _word(value, "prefix"),
-    "renamed": lambda value: _names(value, "renamed"),
-    "required": _required,
-    "without_class": _flag,
-    "written": lambda value: _entries(value, "written"),
+    "architecture": lambda value: _parse_name(value, "architecture"),
+    "constants": _parse_constants,
+    "defaults": lambda value: _parse_entries(value, "defaults"),
+    "ends": lambda value: _parse_names(value, "ends"),
+    "entries": lambda value: _parse_keys(value, "entries"),
+    "fixed": _parse_fixed,
+    "ignored": lambda value: _parse_list(value, "ignored"),
+    "ignores_later_layers": _parse_flag,
+    "layer": _parse_layer,
+    "layers": _parse_layers,
+    "parts": lambda value: _parse_list(value, "parts", known=PARTS),
+    "passed_over": lambda value: _parse_list(value, "passed_over"),
+    "prefix": lambda value: _parse_name(value, "prefix"),
+    "renamed": lambda value: _parse_names(value, "renamed"),
+    "required": _parse_required,
+    "without_class": _parse_flag,
+    "written": lambda value: _parse_entries(value, "written"),
 }

@@ -246,7 +246,7 @@ def _check_shapes(
 
 
 def describe_differences(expected: Mapping[str, Shape], present: Mapping[str, Shape]) -> list[str]:
-    """What tensors differ in from those of a model: missing, unknown and mis-shaped ones.
+    """Text on missing, unknown and mis-shaped tensors.
 
     Args:
         expected: shapes of the model's tensors by name.

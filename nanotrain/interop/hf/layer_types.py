@@ -54,7 +54,7 @@ def check_length(kinds: Sequence[str], num_layers: int) -> None:
 
 
 def mixer_values(mixer: str, kinds: list[str], *, num_layers: int) -> Values:
-    """The values for a kind of linear attention in all layers but those with attention."""
+    """The values for a kind of linear attention in all layers that have no attention."""
     check_length(kinds, num_layers)
     layers = tuple(kind != "attention" for kind in kinds)
     if not any(layers):
@@ -289,7 +289,7 @@ def _write_linear_layers(model_config: ModelConfig) -> Values:
 
 
 def _read_kimi_linear(raw: Raw) -> Values:
-    """Layers, in the entries of Moonshot's code (numbers from 1) or in those of transformers."""
+    """The kinds of the layers, by Moonshot's entries (numbers from 1) or by transformers'."""
     linear = raw.get("linear_attn_config") or {}
     num_layers = raw["num_hidden_layers"]
     for entry in ("gate_lower_bound", "use_full_rank_gate"):

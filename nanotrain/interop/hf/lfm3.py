@@ -38,7 +38,7 @@ def _read_layers(raw: Raw) -> Values:
 
 
 def _read_rope(tables: Mapping[str, Raw]) -> Values:
-    """Rotary positions of layers without a window, and of those with one."""
+    """Rotary positions of layers without a window, and of layers with one."""
     full = tables.get(FULL, {})
     local = tables.get(SLIDING, {})
     share = full.get("partial_rotary_factor", 1.0)

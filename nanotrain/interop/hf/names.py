@@ -87,7 +87,7 @@ class UnnamedParameter(LookupError):
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
     """The tensors of every parameter of a model that the family can hold, by the parameter's name.
 
-    What routers have besides parameters is included.
+    Buffers of routers are included.
 
     Raises:
         UnnamedParameter: the family cannot hold the model.

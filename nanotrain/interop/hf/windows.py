@@ -109,7 +109,7 @@ def _write_no_rope(model_config: ModelConfig) -> Values:
 
 
 def _read_llama4(raw: Raw) -> Values:
-    """Layers with rotary positions attend within chunks, unless config.json lists those that do."""
+    """Layers with rotary positions attend within chunks, unless config.json lists the layers."""
     num_layers = raw["num_hidden_layers"]
     step = raw["interleave_moe_layer_step"]
     values = _read_no_rope(raw)

@@ -109,11 +109,7 @@ if triton is not None:
         how: tl.tuple,
         dim: tl.constexpr,
     ) -> tl.tensor:
-        """Factors that scale a tile to the range of fp8; scales that are computed are stored.
-
-        `dim` is the dim of the tile along which the values of a line lie; `where` is explained in
-        triton_scales.py.
-        """
+        """Factors of a tile whose lines lie along `dim`; scales that are computed are stored."""
         _, _, _, start, _, _ = where
         if how.block_rows > 1:
             factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)

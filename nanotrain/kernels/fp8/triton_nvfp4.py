@@ -73,7 +73,7 @@ if triton is not None:
     def _nvfp4_amaxes(
         x: tl.tensor, matrix: tl.tensor, out: tl.tensor, shape: tl.tuple, strides: tl.tuple
     ) -> None:
-        """Raise both amaxes of a tensor to those of one tile."""
+        """Raise both amaxes of a tensor to the amaxes of one tile."""
         lane = tl.arange(0, 64)
         rows = tl.program_id(0) * 64 + lane
         columns = tl.program_id(1) * 64 + lane
@@ -159,7 +159,7 @@ if triton is not None:
     ) -> tl.tuple:
         """The packed codes [R, K / 2] and the scales [R, K / 16] of a tile [R, K].
 
-        `amax` is that of the tensor; `uniform` numbers round at random.
+        `amax` is the tensor's; `uniform` numbers round at random.
         """
         rows: tl.constexpr = tile.shape[0]
         blocks: tl.constexpr = tile.shape[1] // 16

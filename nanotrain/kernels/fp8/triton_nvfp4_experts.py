@@ -85,7 +85,7 @@ if triton is not None:
     def _nvfp4_expert_amaxes(
         source: tl.tuple, matrix: tl.tensor, out: tl.tensor, how: tl.tuple
     ) -> None:
-        """Raise both amaxes of an expert to those of one tile."""
+        """Raise both amaxes of an expert to the amaxes of one tile."""
         program = tl.program_id(0)
         column_program = tl.program_id(1)
         expert, first, end, _ = locate(source, program, how)

@@ -119,15 +119,15 @@ class HeadKernel:
         if len(mask) > 1:
             mask = mask.repeat_interleave(num_heads, dim=0)
         out = attend(
-            _apart(query, num_heads),
-            key=_apart(key, num_heads),
-            value=_apart(value, num_heads),
+            _heads_as_samples(query, num_heads),
+            key=_heads_as_samples(key, num_heads),
+            value=_heads_as_samples(value, num_heads),
             mask=mask,
         )
         return _Apart.apply(out).unflatten(0, (batch, num_heads)).squeeze(3).transpose(1, 2)
 
 
-def _apart(x: Tensor, num_heads: int) -> Tensor:
+def _heads_as_samples(x: Tensor, num_heads: int) -> Tensor:
     """[B, S, N or G, D] -> [B * N, S, 1, D]."""
     repeats = num_heads // x.shape[2]
     heads = x.transpose(1, 2).repeat_interleave(repeats, dim=1).flatten(0, 1)
@@ -136,7 +136,7 @@ def _apart(x: Tensor, num_heads: int) -> Tensor:
 
 
 class _Apart(torch.autograd.Function):
-    """The samples of [B, S, 1, D] at aligned addresses, and those of its gradient."""
+    """The samples of [B, S, 1, D] at aligned addresses, and of its gradient too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def with_tokens_before(x: Tensor, group: Group, *, count: int) -> Tensor:
 
 
 def join_keys(keys: Tensor, windows: ChunkWindows, *, group: Group) -> Tensor:
-    """The compressed keys [2 B, K, D] of each rank -> those of full sequences, [B, T, D]."""
+    """Compressed keys [2 B, K, D] of each rank -> compressed keys of full sequences, [B, T, D]."""
     local = join_rows(keys, group)
     shards = gather_along(local[None], group, dim=0)
     return take_tokens(join_shards(shards), windows.order)

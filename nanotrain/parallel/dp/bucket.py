@@ -94,7 +94,7 @@ class Bucket(ParamBucket):
     """One bucket: its storage, the parameters whose gradients are still missing, and its reduction.
 
     Gradients are not zeroed between steps: the first gradient of a step overwrites the values of
-    the last step. `update_ranges` are those of `grads.main` too.
+    the last step. `update_ranges` are ranges of the params and of `grads.main` alike.
 
     Args:
         layout: the bucket's range and its parameters.
@@ -211,7 +211,7 @@ class Bucket(ParamBucket):
         """The gradients of the parameters that have one in this step, before a reduction.
 
         Args:
-            with_ahead: also those that forward passes have written.
+            with_ahead: include gradients that forward passes have written, ahead of the backward.
         """
         full = self.grads.full()
         names = self._written if with_ahead else self._written - self._ahead

@@ -57,7 +57,7 @@ MAX_REDUCTIONS = 2
 class DataParallel(ParamBuffer):
     """Flat buffers of one module's trained parameters and their gradients, and their collectives.
 
-    The arguments are those of `ParamBuffer`.
+    Arguments as for `ParamBuffer`.
     """
 
     buckets: tuple[Bucket, ...]

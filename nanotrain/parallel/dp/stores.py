@@ -174,7 +174,7 @@ class ResidentGrads:
     Args:
         full: [numel] the bucket's slice of the gradient buffer.
         groups: groups of the bucket.
-        main_dtype: dtype of the gradients that the optimizer reads, by default that of `full`.
+        main_dtype: dtype of the gradients that the optimizer reads; by default as `full`.
     """
 
     is_open = True  # see `TransientGrads`

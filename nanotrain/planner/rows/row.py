@@ -62,7 +62,7 @@ class Row:
         return value
 
     def words(self, *columns: str) -> str:
-        """Columns with a space for every hyphen and underscore; by default those with options."""
+        """The text of columns, by default of option columns, without hyphens and underscores."""
         text = " ".join(self.text(column) for column in columns or WORDY_COLUMNS)
         return re.sub("[-_]", " ", text)
 

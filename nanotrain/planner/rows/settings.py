@@ -190,7 +190,7 @@ def scenario_options(
 
 
 def _dispatcher(row: Row, has_far_experts: bool) -> str | None:
-    """The token dispatcher; None for that of the configuration."""
+    """The token dispatcher; None: the configuration's."""
     dispatcher = None
     if _has_words(row, "dispatcher type=allgather"):
         dispatcher = "allgather"
@@ -204,7 +204,7 @@ def _dispatcher(row: Row, has_far_experts: bool) -> str | None:
 
 
 def _tp_overlap(row: Row, is_megatron: bool) -> str | None:
-    """The overlap of tensor parallelism; None for that of the engine.
+    """The overlap of tensor parallelism; None: the engine's.
 
     Args:
         row: the row.

@@ -149,7 +149,7 @@ def _attention(s: LayerSizes, core: Attention) -> Attention:
     sizes = vars(core)  # those of the heads are the same
     own = {
         "window": dsa.topk,
-        "saves": _saves(s, core),
+        "saves": _saved_by_attention(s, core),
         "working": FP32 * (elements + keys_and_values),
         "over_cp": all_gather_sent(sent),
     }
@@ -167,7 +167,7 @@ def _gathered_elements(s: LayerSizes, core: Attention) -> int:
     return 4 * keys * (widest + heads)
 
 
-def _saves(s: LayerSizes, core: Attention) -> tuple[Saved, ...]:
+def _saved_by_attention(s: LayerSizes, core: Attention) -> tuple[Saved, ...]:
     """Query, key, value, output and its log-sum-exp, and the selected blocks."""
     recompute = ("core_attn",)
     rotated = query_key_modules(s.shape)

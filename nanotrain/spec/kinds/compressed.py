@@ -103,7 +103,7 @@ def declare_csa(declare: Declaration) -> Specs:
 def _compressor(
     declare: Declaration, width: int, *, ratio: int, axes: tuple[str, ...], num_series: int = 1
 ) -> Specs:
-    """What makes one key of some tokens: their values, gates, and a bias per token of a window.
+    """The projections of a compressor: values and gates of tokens, a bias per token of a window.
 
     Args:
         declare: sizes.

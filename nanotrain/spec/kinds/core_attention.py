@@ -66,7 +66,7 @@ def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, 
 
 
 def is_shared(s: LayerSizes) -> bool:
-    """Whether the layer keeps keys and values for later layers, or reads those of an earlier one.
+    """Whether the layer shares its keys and values with a later layer, or with an earlier one.
 
     They count once: where they are computed, or received from another stage.
     """

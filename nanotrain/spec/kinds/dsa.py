@@ -219,7 +219,7 @@ def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
         value_head_dim=s.shape.value_head_dim,
         chunks=(sequence,),
         window=_sizes(s.shape).topk,
-        saves=_saves(s, heads=heads) + _kept_positions(s),
+        saves=_saved_by_masked(s, heads=heads) + _kept_positions(s),
         working=_backward_temporaries(s, heads=heads),
         over_cp=_over_cp(s, heads=heads),
     )
@@ -319,7 +319,7 @@ def _gathered_working(s: LayerSizes, *, heads: int, width: int) -> int:
     return FP32 * wide + s.itemsize * narrow
 
 
-def _saves(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:
+def _saved_by_masked(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:
     """Query, key, value, output and its log-sum-exp, and a bit per query and key."""
     shape = s.shape
     assert shape.mla is not None, "a rule demands it"

@@ -25,7 +25,7 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class ResidualKind:
-    """What the sublayers of a layer read from the residual stream and write to it."""
+    """How the sublayers of a layer read and write the residual stream; one row of the table."""
 
     # (declaration, sublayers, *, index): parameters of a layer, named relative to it
     declare: Callable[..., Specs]

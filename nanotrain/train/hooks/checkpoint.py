@@ -107,7 +107,7 @@ class CheckpointHook(Hook):
             else:
                 self._save(run, run.checkpointer)
         except StorageFault as error:
-            self._failed(run, error)
+            self._handle_failed_save(run, error)
 
     def _start_save(self, run: Run) -> None:
         """Start to save in the background."""
@@ -115,7 +115,7 @@ class CheckpointHook(Hook):
         tensors = tensors_to_save(run)
         content = self._content.of(run, self._report)
         start = time.perf_counter()
-        run.checkpointer.start_save(run.state.step, tensors, prunes=self._prunes, **content)
+        run.checkpointer.start_save(run.state.step, tensors, prunes=self._may_prune, **content)
         duration_s = time.perf_counter() - start
         log.info("saving step %d in the background, after %.3f s", run.state.step, duration_s)
         self._in_flight = run.checkpointer
@@ -126,7 +126,7 @@ class CheckpointHook(Hook):
         run.context.heartbeat.begin("checkpoint")
         tensors = tensors_to_save(run)
         content = self._content.of(run, self._report)
-        path = checkpointer.save(run.state.step, tensors, prunes=self._prunes, **content)
+        path = checkpointer.save(run.state.step, tensors, prunes=self._may_prune, **content)
         log.info("saved %s", path)
         self._count_as_saved(run)
 
@@ -135,7 +135,7 @@ class CheckpointHook(Hook):
         self._saved_updates = run.optimizer.num_updates
 
     @property
-    def _prunes(self) -> bool:
+    def _may_prune(self) -> bool:
         """Whether older checkpoints may be deleted after a save.
 
         While steps are skipped the weights may be lost already, and an older checkpoint be the one
@@ -165,7 +165,7 @@ class CheckpointHook(Hook):
             path = self._in_flight.poll()
         except StorageFault as error:
             self._is_reported = True
-            self._failed(run, error)
+            self._handle_failed_save(run, error)
             return
         if path is not None:
             self._is_reported = True
@@ -188,9 +188,9 @@ class CheckpointHook(Hook):
             self._saved_step = None
             self._saved_updates = None
             if is_strict and not is_reported:
-                self._failed(run, error)
+                self._handle_failed_save(run, error)
 
-    def _failed(self, run: Run, error: StorageFault) -> None:
+    def _handle_failed_save(self, run: Run, error: StorageFault) -> None:
         """Handle a failed save: an error if `exit_on_save_failure`, else a warning."""
         if run.config.checkpoint.exit_on_save_failure:
             self._ends_run = True

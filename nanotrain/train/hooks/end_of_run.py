@@ -130,7 +130,7 @@ def sample(run: Run, tokenizer_name: str) -> str:
     tokenizer = load_tokenizer(tokenizer_name)
     prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
-    with _eager(run):
+    with _running_eagerly(run):
         tokens = generate(
             run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling
         )
@@ -138,7 +138,7 @@ def sample(run: Run, tokenizer_name: str) -> str:
     return train.generate_prompt + tokenizer.decode(continuation)
 
 
-def _eager(run: Run) -> AbstractContextManager[object]:
+def _running_eagerly(run: Run) -> AbstractContextManager[object]:
     """Run compiled blocks eagerly: torch.compile would recompile for the first text lengths."""
     is_compiled = with_compile(run.config, run.context.device.type).train.torch_compile
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

@@ -27,7 +27,7 @@ SUPERSEDED = "metrics-superseded.jsonl"
 
 @dataclass
 class RunTimes:
-    """What a run folder tells of the time of a run."""
+    """Times and restarts of a run, from its folder."""
 
     steps_s: float = 0.0  # of steps that count
     lost_steps: int = 0

@@ -76,7 +76,7 @@ class Finding:
 
 
 class Replay(StepPart):
-    """The comparison of first microbatches with those of other replicas.
+    """The comparison of the first microbatch of each rank with a replica's result for it.
 
     Args:
         run: the run; it has a second replica along data parallelism.
@@ -102,13 +102,13 @@ class Replay(StepPart):
         if self._is_replaying or not self._is_due(self._run.state.step + 1):
             return {}
         self._batch = batch
-        with _unchanged(self._run):
+        with _restoring_state(self._run):
             self._replayed = self._replay(self._distances[0])
         self._observer.begin(self._run.schedules.of(len(batch.microbatches)))
         return {}
 
     def sums(self, *, is_logged: bool) -> None:
-        """Compare the step with the replay; the weights are still those of the step.
+        """Compare the step with the replay, before the optimizer changes the weights.
 
         Raises:
             CorruptState: ranks differ; on every rank.
@@ -130,7 +130,7 @@ class Replay(StepPart):
         return sums
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Forget the checksums: the state is that of a checkpoint."""
+        """Forget the checksums: the optimizer has the state of a checkpoint now."""
         self._state_sums = None
 
     def _is_due(self, step: int) -> bool:
@@ -345,8 +345,11 @@ def _has_early_forwards(plan: RankPlan) -> bool:
 
 
 @contextmanager
-def _unchanged(run: Run) -> Iterator[None]:
-    """Restore, after a pass besides the step, what forward passes count and keep."""
+def _restoring_state(run: Run) -> Iterator[None]:
+    """Restore the statistics and other state of modules and parts after the block.
+
+    A replay runs passes that are not part of the step; forward passes change such state.
+    """
     owners: list[dict[str, Any]] = []
     for stage in run.stages.values():
         for module in stage.modules():

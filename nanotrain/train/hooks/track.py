@@ -71,14 +71,14 @@ def _flat_metrics(fields: dict[str, Any]) -> dict[str, Any]:
     """
     moe = fields.pop("moe", {})
     norms = fields.pop("norms", {})
-    fields |= _prefixed("moe_", moe)
+    fields |= _with_prefix("moe_", moe)
     for number, loss in enumerate(fields.pop("mtp_losses", []), start=1):
         fields[f"mtp_{number}_loss"] = loss
-    fields |= _prefixed("loss/", fields.pop("source_losses", {}))
+    fields |= _with_prefix("loss/", fields.pop("source_losses", {}))
     fields |= fields.pop("evaluation", {})
-    fields |= _prefixed("timers/", fields.pop("timers", {}))
+    fields |= _with_prefix("timers/", fields.pop("timers", {}))
     for kind, norm_by_group in norms.items():
-        fields |= _prefixed(f"norms/{kind}/", norm_by_group)
+        fields |= _with_prefix(f"norms/{kind}/", norm_by_group)
     del fields["step"]
     values = {name: value for name, value in fields.items() if isinstance(value, int | float)}
     for router, counts in moe.get("load", {}).items():
@@ -87,5 +87,5 @@ def _flat_metrics(fields: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{name}": value for name, value in values.items()}

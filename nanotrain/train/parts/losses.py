@@ -1,4 +1,4 @@
-"""Losses besides that of the model.
+"""Losses in addition to the model's.
 
 MTPLosses      losses of multi-token prediction, which are trained
 IndexerLoss    divergence of the indexers of sparse attention

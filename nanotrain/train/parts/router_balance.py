@@ -69,7 +69,7 @@ class RouterBalance(StepPart):
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """`load`: tokens per expert by router; means over routers of the other `router_metrics`.
 
-        That of `balance_loss` is over the routers that have one.
+        The mean of `balance_loss` is over the routers that have this loss.
         """
         starts = range(0, len(numbers), self._length)
         routers = [router_metrics(numbers[start : start + self._length]) for start in starts]
@@ -98,7 +98,7 @@ def router_names(plan: Plan) -> Iterator[str]:
 
 
 def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rate: float) -> None:
-    """Lower the bias of experts with more tokens than the mean, and raise that of the others.
+    """Lower the bias of experts with more tokens than the mean, and raise all other biases.
 
     Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without
     auxiliary loss).

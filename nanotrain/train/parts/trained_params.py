@@ -24,7 +24,7 @@ TRAINED_KINDS = {"optimizer", "ema"}  # kinds of tensors that frozen parameters 
 
 
 class TrainedParams(StepPart):
-    """The parameters that are trained, compared with those of a checkpoint."""
+    """Which parameters are trained now, and which were trained in the checkpoint."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._now = model.plan.trainable
@@ -36,7 +36,7 @@ class TrainedParams(StepPart):
     ) -> Collection[TensorBox]:
         """State of the parameters that the checkpoint has frozen."""
         self._before = self._now if weights_alone else _trained_set(manifest)
-        newly_trained = {spec.name for spec in self._changed(self._before, self._now)}
+        newly_trained = {spec.name for spec in self._newly_trained(self._before, self._now)}
         return [box for box in targets if _param_with_state(box.name) in newly_trained]
 
     def unread(self, manifest: Manifest) -> Collection[str]:
@@ -57,15 +57,15 @@ class TrainedParams(StepPart):
     def changes(self) -> str:
         """The parameters whose training began or ended with the checkpoint; empty without any."""
         texts = []
-        newly_trained = list(self._changed(self._before, self._now))
+        newly_trained = list(self._newly_trained(self._before, self._now))
         if newly_trained:
             texts.append(f"{_count(newly_trained)} newly trained, with optimizer state of zeros")
-        newly_frozen = list(self._changed(self._now, self._before))
+        newly_frozen = list(self._newly_trained(self._now, self._before))
         if newly_frozen:
             texts.append(f"{_count(newly_frozen)} frozen from here on, without optimizer state")
         return "; ".join(texts)
 
-    def _changed(self, before: TrainableSet, now: TrainableSet) -> Iterator[ParamSpec]:
+    def _newly_trained(self, before: TrainableSet, now: TrainableSet) -> Iterator[ParamSpec]:
         """The parameters that are trained now and were not before."""
         if before == now:
             return

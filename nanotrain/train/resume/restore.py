@@ -80,7 +80,7 @@ def restore(
         parts: parts of the step, whose tensors are read too.
         may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the
             run's folder.
-        config: configuration to compare with that of the checkpoint; None for that of `model`.
+        config: configuration to compare with the checkpoint's; None: the model's.
             Differences that change the loss are logged.
 
     Raises:
@@ -322,7 +322,7 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
 def _load_state(
     manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config
 ) -> TrainState:
-    """Check the saved counters, load those of the optimizer and return those of the run."""
+    """Check the saved counters, load the optimizer's, and return the run's."""
     if config.checkpoint.finetune:  # checkpoints of `average` and `import-hf` have no counters
         optimizer.finish_load()
         return TrainState()

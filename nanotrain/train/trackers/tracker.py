@@ -1,4 +1,4 @@
-"""What an experiment tracker does."""
+"""The interface of an experiment tracker."""
 
 from typing import Any, Protocol
 

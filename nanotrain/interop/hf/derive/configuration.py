@@ -20,7 +20,7 @@ MISSING = object()  # no literal
 
 @dataclass(frozen=True)
 class ConfigurationText:
-    """What a configuration class says of entries; all is empty for a folder without its file.
+    """The entries that a configuration class defines; empty for a folder without its file.
 
     Attributes:
         defaults: entries whose default is a number, text, a truth value or None.
@@ -50,7 +50,7 @@ def read_configuration(folder: Path, *, raw: Mapping[str, Any], kind: str) -> Co
     for path in paths:
         classes = _classes(path)
         matching = [node for node in classes.values() if _is_meant(node, name=name, kind=kind)]
-        found += [_lineage(node, classes) for node in matching]
+        found += [_with_base_classes(node, classes) for node in matching]
     if len(found) != 1:
         wanted = f"named {shown(name)}" if name else f"with model_type {shown(kind)}"
         raise HuggingFaceError(
@@ -91,7 +91,7 @@ def _is_meant(node: ast.ClassDef, *, name: str, kind: str) -> bool:
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """Attributes of a class and their values; MISSING for those that are no literals."""
+    """Attributes of a class and their values; MISSING for values that are no literals."""
     for statement in node.body:
         if isinstance(statement, ast.Assign):
             target = statement.targets[0]
@@ -99,13 +99,15 @@ def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
             target = statement.target
         else:
             continue
-        value = _literal(statement.value)
+        value = _literal_value(statement.value)
         if isinstance(target, ast.Name):
             yield target.id, value
 
 
-def _lineage(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class after those of its file that it builds on."""
+def _with_base_classes(
+    node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]
+) -> list[ast.ClassDef]:
+    """The base classes of a class that its file defines, then the class itself."""
     lineage = [node]
     for current in lineage:  # grows in the loop
         for base in current.bases:
@@ -116,13 +118,13 @@ def _lineage(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[as
 
 
 def _read_classes(lineage: list[ast.ClassDef]) -> ConfigurationText:
-    """What classes say, the last one over those before it."""
+    """The attributes of classes; later classes replace attributes of earlier ones."""
     defaults: dict[str, Any] = {}
     computes: set[str] = set()
     aliases: set[str] = set()
     for node in lineage:
         defaults |= _defaults_of_class(node)
-        computes |= _computes(node)
+        computes |= _names_that_code_reads(node)
         mapped = dict(_attributes(node)).get("attribute_map")
         if isinstance(mapped, dict):
             aliases |= {name for name in mapped if isinstance(name, str)}
@@ -135,7 +137,7 @@ def _defaults_of_class(node: ast.ClassDef) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            defaults[statement.target.id] = _literal(statement.value)
+            defaults[statement.target.id] = _literal_value(statement.value)
         elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             defaults |= dict(_defaults_of(statement.args))
     return defaults
@@ -151,10 +153,10 @@ def _defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:
         if default is not None
     ]
     for argument, default in pairs:
-        yield argument.arg, _literal(default)
+        yield argument.arg, _literal_value(default)
 
 
-def _literal(node: ast.expr | None) -> Any:
+def _literal_value(node: ast.expr | None) -> Any:
     """The value of a literal expression; MISSING for another."""
     if node is None:
         return MISSING
@@ -164,7 +166,7 @@ def _literal(node: ast.expr | None) -> Any:
         return MISSING
 
 
-def _computes(node: ast.ClassDef) -> set[str]:
+def _names_that_code_reads(node: ast.ClassDef) -> set[str]:
     """Names that the methods of a class read, and texts, without values that are only kept.
 
     Kept is what `self.x = x` and `super().__init__(x=x)` do.
@@ -173,9 +175,9 @@ def _computes(node: ast.ClassDef) -> set[str]:
     kept: list[ast.expr] = []
     for part in ast.walk(node):
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Attribute):
-            kept += _kept(part.value, name=part.targets[0].attr)
+            kept += _if_plain_copy(part.value, name=part.targets[0].attr)
         elif isinstance(part, ast.keyword):
-            kept += _kept(part.value, name=part.arg)
+            kept += _if_plain_copy(part.value, name=part.arg)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
             names.add(part.value)
         elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
@@ -189,6 +191,6 @@ def _computes(node: ast.ClassDef) -> set[str]:
     return names
 
 
-def _kept(value: ast.expr, *, name: str | None) -> list[ast.expr]:
+def _if_plain_copy(value: ast.expr, *, name: str | None) -> list[ast.expr]:
     """The value if it is just the variable of this name."""
     return [value] if isinstance(value, ast.Name) and value.id == name else []

@@ -126,7 +126,7 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architectures(kind: str, raw: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of the class in config.json, and that of the class whose code computes it."""
+    """The name of the class in config.json, and the name of the class whose code computes it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     named = raw.get("architectures")
@@ -146,8 +146,8 @@ def _read_entries(
 ) -> tuple[Any, Row]:
     """The entries with defaults, and the row's tables about them.
 
-    Defaults are those of transformers' class. Without one they are the literal defaults in the
-    text of the folder's configuration class.
+    Defaults are transformers' class's. Without a class they are the literal defaults in the text of
+    the folder's configuration class.
     """
     if configuration is None:
         return understand(raw), {}
@@ -167,7 +167,7 @@ def has_weights(folder: Path) -> bool:
 def _read_tensors(folder: Path, kind: str, *, entries: Any) -> TensorTable:
     """The tensors of a folder, from the headers of its files.
 
-    Without files they are those that transformers' class would save.
+    Without files it lists the tensors that transformers' class would save.
     """
     names = ("num_hidden_layers", *STANDARD["num_hidden_layers"])
     counts = [entries[name] for name in names if name in entries]

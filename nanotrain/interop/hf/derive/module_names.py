@@ -198,7 +198,7 @@ class _Namer:
 
 
 def _choose_order(f: Findings, unknown: dict[str, Shape]) -> dict[str, Shape]:
-    """Give unknown matrices of an MLP the modules that are left; what remains is returned.
+    """Assign the modules that are left to unknown matrices of an MLP; returns the matrices left.
 
     Matrices of one shape are gate and up in one order or the other.
     """

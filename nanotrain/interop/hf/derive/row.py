@@ -315,7 +315,7 @@ RULES: tuple[Any, ...] = (
 
 
 def derive_row(f: Findings) -> bool:
-    """Derive the row; what is missing is in the findings.
+    """Derive the row; the findings list everything that nanotrain lacks.
 
     Returns:
         Whether all rules were applied: without sizes or the order of a block most have no meaning.

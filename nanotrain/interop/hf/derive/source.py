@@ -111,7 +111,7 @@ class ModelingSource:
 
 
 def read_source(folder: Path, *, kind: str, architecture: str) -> ModelingSource | None:
-    """The modeling code of a folder, else that of the installed transformers; None without any.
+    """The modeling code of a folder, else of the installed transformers; None without any.
 
     Args:
         folder: the folder of the model.
@@ -144,7 +144,7 @@ def read_source(folder: Path, *, kind: str, architecture: str) -> ModelingSource
 
 
 def block_order(source: ModelingSource) -> list[tuple[str, str]]:
-    """What a block does, in order: ("norm", "input_layernorm"), ("attention", "self_attn"), ...
+    """The steps of a block, in order: ("norm", "input_layernorm"), ("attention", "self_attn"), ...
 
     Calls of several MLPs in a row, and additions in a row, are one each.
     """
@@ -182,7 +182,7 @@ def _definitions(path: Path, architecture: str) -> dict[str, Function]:
 
 
 def _used_by(name: str, definitions: Mapping[str, Function]) -> dict[str, Function]:
-    """A definition and those that it uses, directly or not."""
+    """A definition and all definitions that it uses, directly or indirectly."""
     used: dict[str, Function] = {}
     waiting = [name]
     while waiting:

@@ -156,12 +156,12 @@ class Vocabulary:
         """The meanings of a name in a context, the most frequent first."""
         found = self.meanings.get((context, leaf), Counter())
         if not found and context in ("mlp.shared", "mlp.experts"):
-            return [_moved(name, context) for name in self.find("mlp", leaf)]
+            return [_as_expert_modules(name, context) for name in self.find("mlp", leaf)]
         return [name for name, _ in found.most_common()]
 
 
-def _moved(name: ModuleName, context: str) -> ModuleName:
-    """Modules of an MLP as those of experts."""
+def _as_expert_modules(name: ModuleName, context: str) -> ModuleName:
+    """The same name with modules of experts in place of modules of an MLP."""
     modules = tuple(module.replace("mlp", context, 1) for module in name.modules)
     return ModuleName("", modules)
 
