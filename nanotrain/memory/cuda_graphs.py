@@ -87,7 +87,7 @@ class GraphedPart:
 
     Args:
         function: the function of the part.
-        part: its description.
+        description: which function of the block it is, and what it reads.
         block: its block.
         graphs: what the parts of the stage share.
         place: its place among the parts of the stage.
@@ -96,14 +96,14 @@ class GraphedPart:
     def __init__(
         self,
         function: Callable[..., Any],
-        part: Part,
+        description: Part,
         *,
         block: nn.Module,
         graphs: StageGraphs,
         place: "_Place",
     ) -> None:
         self.function = function
-        self.part = part
+        self.description = description
         self.graphs = graphs
         self.place = place
         self._block = block
@@ -149,14 +149,14 @@ class GraphedPart:
     def _all_params(self) -> list[nn.Parameter]:
         """The parameters of the part; read first in a step, when they have their storage."""
         params: dict[nn.Parameter, None] = {}
-        for path in self.part.modules:
+        for path in self.description.modules:
             module = attrgetter(path)(self._block) if path else self._block
             params |= dict.fromkeys(module.parameters())
         return list(params)
 
     def _read_inputs(self, context: Any) -> "_Inputs":
         """The fields of the context that the part reads, and random words."""
-        values = {name: getattr(context, name) for name in self.part.reads}
+        values = {name: getattr(context, name) for name in self.description.reads}
         dropout = values.get("dropout")
         if dropout is not None:
             # words of a layer are computed in the graph
@@ -198,7 +198,9 @@ class GraphedPart:
     def _warn(self, reason: str) -> None:
         """Log, once, that the part runs without its graphs."""
         if not self._has_warned:
-            log.warning("CUDA graphs: %s of a layer runs eagerly: %s", self.part.path, reason)
+            log.warning(
+                "CUDA graphs: %s of a layer runs eagerly: %s", self.description.path, reason
+            )
             self._has_warned = True
 
 
@@ -234,11 +236,12 @@ class Slot:
         self.params = part.params
         self.is_in_flight = False
         self._context = self.graphs.context_buffers(index)
+        # the static output of the part before this one, where the hidden states are that output
         linked = self.graphs.outputs.get(hidden.data_ptr())
         self._is_linked = linked is not None and linked.shape == hidden.shape
-        source = hidden if linked is None or not self._is_linked else linked
-        self.hidden = source.detach()
-        if not self._is_linked:
+        if linked is not None and self._is_linked:
+            self.hidden = linked.detach()
+        else:
             self.hidden = hidden.detach().clone()
         self.hidden.requires_grad_(hidden.requires_grad)
         static: _Inputs = map_tensors(inputs, self._context.load)
@@ -248,7 +251,7 @@ class Slot:
         ):
             self._result = part.function(self.hidden, static.context)
         self.outputs = tensors_in(self._result)
-        if part.part.is_link:
+        if part.description.is_link:
             self.graphs.outputs[self.outputs[0].data_ptr()] = self.outputs[0]
         with self.graphs.words.reading(static.tokens):
             self._capture_backward()
@@ -305,7 +308,7 @@ class Slot:
     @property
     def _passes_on(self) -> bool:
         """Whether the gradient of the hidden states is read before its memory is written again."""
-        return self.part.part.is_link and not self.part.place.is_first
+        return self.part.description.is_link and not self.part.place.is_first
 
     def _capture_backward(self) -> None:
         """Capture the gradients of the hidden states and the parameters."""
@@ -342,9 +345,9 @@ class Slot:
 
     def _grad_name(self, *, offset: int, number: int) -> Any:
         """The name of the memory of gradients: of all links one, which a graph reads and writes."""
-        if self.part.part.is_link:
+        if self.part.description.is_link:
             return "link"
-        return self.part.part.path, offset, number
+        return self.part.description.path, offset, number
 
     def _keep_param_grad(
         self, param: nn.Parameter, grad: Tensor | None, *, target: Tensor | None

@@ -9,7 +9,7 @@ from torch import Tensor
 def transform_heads(
     full: Tensor, head_rows: Sequence[int], *, transform: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Transform the slices of every head apart.
+    """Transform each slice of every head by itself.
 
     Args:
         full: [rows, columns].
@@ -26,16 +26,16 @@ def transform_heads(
 def row_factors(
     scales: Sequence[float], head_rows: Sequence[int], *, elements: slice, columns: int
 ) -> Tensor | None:
-    """Factors of the rows of a head relative to the first slice; None if all are equal.
+    """Factors of elements of a matrix, relative to the first slice of each head.
 
     Args:
         scales: factor of every slice of a head.
-        head_rows: rows of these slices.
-        elements: elements of a matrix of these heads.
+        head_rows: rows of every slice of a head.
+        elements: range of elements of the matrix, whose rows are heads one after another.
         columns: columns of the matrix.
 
     Returns:
-        [n], one per element.
+        [n], one factor per element; None if all slices have the same factor.
     """
     if len(set(scales)) == 1:
         return None

@@ -93,7 +93,10 @@ def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> 
     model = plan_model(config, topology, shape=shape, rank=rank, stage=stage)
     groups = model.groups
     sampler = _plan_sampler(
-        config, groups, batch_size=batch_size, readers=_readers(config.data, topology, groups)
+        config,
+        groups,
+        batch_size=batch_size,
+        readers=_readers(config.data, groups, topology=topology),
     )
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     schedule = config.parallel.pipeline_schedule
@@ -141,7 +144,7 @@ class Readers(NamedTuple):
 
 
 def _readers(
-    data: DataConfig, topology: Topology, groups: Mapping[GroupName, GroupSpec]
+    data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, topology: Topology
 ) -> Readers:
     """The ranks that read a sample.
 

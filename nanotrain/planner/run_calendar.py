@@ -286,21 +286,21 @@ class _Trials:
         if not len(active):
             return False
         run = self.run
-        lasts = np.full(len(active), math.inf)
+        until_failure_s = np.full(len(active), math.inf)
         if not math.isinf(run.between_failures_s):
-            lasts = self.rng.exponential(run.between_failures_s, len(active))
-        self.restarts[active] += np.minimum(lasts, run.restart_s)
-        trains = np.maximum(0.0, lasts - run.restart_s)
-        left = self._seconds_left(active)
-        ends = trains >= left
-        complete = np.floor(np.maximum(0.0, trains - run.save_lag_s) / run.cycle_s)
-        complete = np.minimum(complete, self.num_intervals - 1 - self.saved[active])
-        self.saved[active] += np.where(ends, 0.0, complete)
-        lost = np.where(ends, 0.0, trains - complete * run.cycle_s)
-        self.lost_work[active] += lost
-        self.clock[active] += np.minimum(lasts, run.restart_s + left)
-        self.is_active[active[ends]] = False
-        self._fail(active[~ends])
+            until_failure_s = self.rng.exponential(run.between_failures_s, len(active))
+        self.restarts[active] += np.minimum(until_failure_s, run.restart_s)
+        trained_s = np.maximum(0.0, until_failure_s - run.restart_s)
+        left_s = self._seconds_left(active)
+        has_ended = trained_s >= left_s
+        num_saves = np.floor(np.maximum(0.0, trained_s - run.save_lag_s) / run.cycle_s)
+        num_saves = np.minimum(num_saves, self.num_intervals - 1 - self.saved[active])
+        self.saved[active] += np.where(has_ended, 0.0, num_saves)
+        lost_s = np.where(has_ended, 0.0, trained_s - num_saves * run.cycle_s)
+        self.lost_work[active] += lost_s
+        self.clock[active] += np.minimum(until_failure_s, run.restart_s + left_s)
+        self.is_active[active[has_ended]] = False
+        self._fail(active[~has_ended])
         return True
 
     def _seconds_left(self, active: np.ndarray) -> np.ndarray:

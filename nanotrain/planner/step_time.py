@@ -245,9 +245,16 @@ class StepClock:
         return max(times)
 
     def hidden_s(self, runs: Sequence[Run]) -> list[float]:
-        """Seconds per microbatch in the steady state that pairs hide, by rank."""
-        both = zip(runs[0].hidden, runs[-1].hidden, strict=True)
-        return [(after - before) / self.shape.num_ranks for before, after in both]
+        """Seconds per microbatch that each rank hides in pairs, in the steady state.
+
+        The longer run has `num_ranks` microbatches more than the shorter one.
+        """
+        shorter = runs[0]
+        longer = runs[-1]
+        seconds = []
+        for before, after in zip(shorter.hidden, longer.hidden, strict=True):
+            seconds.append((after - before) / self.shape.num_ranks)
+        return seconds
 
     def actions(self, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
@@ -278,7 +285,7 @@ class StepClock:
             seconds = sum(self.durations[stage, kind] for kind, stage, _ in actions)
             if len(actions) > 1:
                 forward_stage, backward_stage = (stage for _, stage, _ in actions)
-                hidden = self._hidden(forward_stage, backward_stage)
+                hidden = self._hidden_by_pair(forward_stage, backward_stage)
                 run.hidden[rank] += hidden
                 seconds -= hidden
             run.starts[index] = start
@@ -293,7 +300,7 @@ class StepClock:
         return self.scenario.engine.pipeline.overlaps_p2p or self.shape.num_stages_per_rank > 1
 
     @cached_property
-    def _hidden(self) -> Callable[[int, int], float]:
+    def _hidden_by_pair(self) -> Callable[[int, int], float]:
         """Seconds that the forward of a stage and the backward of another hide as a pair."""
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
 

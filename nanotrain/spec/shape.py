@@ -292,7 +292,7 @@ class ModelShape:
         )
 
     def carried(self, first_layer: int) -> tuple[Source, ...]:
-        """The state of layers before `first_layer` that layers from it on read."""
+        """The state that layers before `first_layer` keep and later layers read."""
         return tuple(
             source
             for source, last_reader in self._last_reader.items()
