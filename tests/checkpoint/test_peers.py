@@ -47,6 +47,13 @@ def test_a_server_sends_nothing_else(
         fetch_text(server.peer._replace(**changes), file)
 
 
+def test_a_link_in_a_step_folder_is_not_followed(server: PeerServer, tmp_path: Path) -> None:
+    name = "step-00000001/shard-00000-of-00001.safetensors"
+    (tmp_path / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="does not have"):
+        fetch_text(server.peer, name)
+
+
 def test_a_host_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     server = PeerServer(tmp_path, "127.0.0.1")
     server.close()

@@ -83,6 +83,7 @@ def test_the_best_interval_is_that_of_daly(between_min, best_min):
         conditions(16_384, save_interval=30, save_lag_s=60.0),
         conditions(98_304, restart_s=600.0, save_interval=7, evaluation_share=0.02),
         conditions(1, components=failing_every(900), restart_s=600.0, save_stall_s=300.0),
+        conditions(1, components=failing_every(3600), save_lag_s=1200.0),
     ],
 )
 def test_drawn_runs_have_the_goodput_of_the_closed_form(run):
@@ -106,6 +107,24 @@ def test_a_run_without_failures_is_steps_saves_and_one_start():
     assert runs.seconds == pytest.approx([expected_s] * 3)
     assert runs.late_s == runs.median_s and not runs.addends.lost_work.any()
     assert best_interval(run) == run.num_steps and needed_spares(run) == 0
+
+
+def test_saves_are_no_more_frequent_than_they_are_complete():
+    run = conditions(1, components=failing_every(900), step_s=1.0, save_stall_s=1.0)
+    assert best_interval(run) < 60
+    assert best_interval(replace(run, save_lag_s=600.0)) == 601
+
+
+def test_a_repaired_host_is_a_spare_again_from_its_failure_on():
+    """One spare, and a repair that takes as long as the run: the second failure waits for it."""
+    repair_s = 5 * DAY_S
+    hosts = tuple(replace(item, takes_host=True) for item in failing_every(2 * DAY_S))
+    run = conditions(1, days=5.0, components=hosts, repair_s=repair_s, spare_hosts=1)
+    runs = simulate(run, num_trials=50)
+    mean = sum(runs.failures.values())
+    assert mean > 2
+    # of each failure but the first one, the repair less the time since the failure before it
+    assert runs.addends.spare_waits.mean() > (mean - 1.5) * repair_s / 2
 
 
 def test_equal_seeds_give_equal_runs():

@@ -154,6 +154,7 @@ CASES = {
     "SIGKILL": (ended(-9, 2), "restart", "ended_by_signal", ("node7",)),
     "SIGSEGV of a job": (ended(job=139), "restart", "ended_by_signal", ("node7",)),
     "SIGBUS": (ended(-7), "stop", "ended_by_signal", ()),
+    "SIGBUS of a job": (ended(job=135), "stop", "ended_by_signal", ()),
     "preempted": (ended(-15, -15), "restart", "preempted", ()),
     "interrupted": (ended(job=130), "restart", "preempted", ()),
     "code 2 alone": (ended(job=2), "stop", "no_evidence", ()),

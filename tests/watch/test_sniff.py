@@ -83,6 +83,14 @@ def test_a_slow_link_is_a_pair_and_a_slow_adapter_a_rank():
     assert "across hosts, in 4 of its 5 pairs, takes 50.0 ms, 5.0 times" in rank.text
 
 
+def test_a_rank_with_as_many_fast_pairs_is_not_named_for_its_slow_ones():
+    found = outliers(pairs({(0, 1), (0, 2)}, num_ranks=5))
+    assert [outlier.name for outlier in found] == [
+        "ranks 0 and 1 on hosts node0 and node1",
+        "ranks 0 and 2 on hosts node0 and node2",
+    ]
+
+
 def test_pairs_of_a_host_are_compared_with_each_other():
     inside = [
         replace(pair, seconds=0.001, peer_host=pair.host, rank=pair.rank) for pair in pairs(set())

@@ -14,6 +14,7 @@ from tests.interop.dcp.programs import BATCH_FLAGS, HEADS_FLAG
 def test_settings_of_the_optimizer(tmp_path: Path) -> None:
     optim = open_state(tmp_path / "all", state_of("titan_llama")).config.optim
     assert (optim.lr, optim.lr_decay_style, optim.adam_beta2) == (1e-2, "constant", 0.95)
+    assert optim.min_lr == 1e-2
     assert optim.apply_wd_to_all_params and optim.weight_decay == 0.1
     changed = dict(state_of("titan_llama"))
     for name in state_of("titan_llama"):
@@ -36,6 +37,14 @@ def test_settings_of_the_optimizer(tmp_path: Path) -> None:
     flags = f"{HEADS_FLAG} --adam-beta2 0.999"
     text = lines_of(tmp_path / "other", state_of("titan_llama"), flags)
     assert "--adam-beta2 0.999 is taken; the checkpoint has 0.95" in text
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "maximize"])
+def test_an_optimizer_of_another_kind_is_an_error(tmp_path: Path, flag: str) -> None:
+    name = f"optimizer.param_groups.norm.weight.{flag}"
+    with pytest.raises(CheckpointError, match="cannot be read") as error:
+        open_state(tmp_path, state_of("titan_llama") | {name: True})
+    assert f"norm.weight has {flag}" in error.value.why
 
 
 def test_counters(tmp_path: Path) -> None:

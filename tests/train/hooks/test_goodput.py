@@ -1,12 +1,14 @@
 """Goodput in the rows of a run that is killed, started again and rolled back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.description import DescriptionHook, StartFacts
 from nanotrain.train.hooks.goodput import GoodputHook, RunTimes
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
 from tests.train.small_run import Failing, metrics_of, small_run, train
 
@@ -54,6 +56,31 @@ def test_a_restart_counts_the_pause_and_the_steps_that_it_repeats(tmp_path):
     steps_s = sum(row["step_time_s"] for row in rows)
     assert rows[-1]["goodput"] == pytest.approx(steps_s / 1000.0)
     assert (rows[-1]["restarts"], rows[-1]["lost_steps"]) == (1, 1)
+
+
+def test_the_time_of_a_skipped_step_does_not_count(tmp_path):
+    class SkipSecond(Hook):
+        def after_step(self, run, report) -> None:
+            if report.step == 2:
+                report.output = replace(report.output, copy=Skipped())
+
+    class Skipped:
+        """Numbers of a step whose update was skipped, as they come from the device."""
+
+        is_ready = True
+
+        def read(self) -> list[float]:
+            return [4.0, float("nan"), 1.0, 1.0, 0.0]
+
+    clock = Clock(50.0)
+    goodput = GoodputHook(clock)
+    clock.now_s = 1050.0
+    with small_run(tmp_path, "--train-iters", "3") as run:
+        train(run, SkipSecond(), goodput, LogHook())
+    rows = metrics_of(tmp_path)
+    assert [row["skipped"] for row in rows] == [False, True, False]
+    share = [row["goodput"] for row in rows]
+    assert share[0] == share[1] < share[2]
 
 
 def test_a_rollback_counts_the_steps_that_it_repeats(tmp_path, monkeypatch):
