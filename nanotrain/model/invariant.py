@@ -8,6 +8,7 @@ IMPLEMENTATIONS by the type of the module. A module with parameters and without 
     activations                       in whole vectors: the kernels compute the last elements of a
                                       tensor by another formula
     attention                         parallel/cp/block_attention.py, by `invariant_parallel`
+    the shared key of MLA             invariant_mla.py
     routers and experts               invariant_experts.py
 """
 
@@ -37,6 +38,8 @@ from nanotrain.model.invariant_experts import (
     use_blocked_logits,
     use_token_blocks,
 )
+from nanotrain.model.invariant_mla import use_ordered_heads
+from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import MLP
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import LayerNorm, RMSNorm
@@ -221,6 +224,7 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     Router: _router,
     Experts: _experts,
     GroupedLinear: _as_built,
+    MultiLatentAttention: use_ordered_heads,
 }
 
 

@@ -157,11 +157,15 @@ class MultiLatentAttention(nn.Module):
         key_value = self.kv_up(compressed_kv)
         key_value = split_heads(key_value, sum(self.key_value_sizes))
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        shared_key = self.tensor_parallel.enter(shared_key)
-        key_rope = apply_rotary(shared_key[:, :, None], rotary)
-        key_rope = key_rope.expand(-1, -1, key_nope.shape[2], -1)
+        key_rope = self.share_key(shared_key, rotary, num_heads=key_nope.shape[2])
         key = torch.cat((key_nope, key_rope), dim=-1)
         return query, key, value
+
+    def share_key(self, shared_key: Tensor, rotary: Rotary | None, *, num_heads: int) -> Tensor:
+        """The rotary key of all heads: [B, S or S/tp, R] -> [B, S, N/tp, R], rotated."""
+        shared_key = self.tensor_parallel.enter(shared_key)
+        key_rope = apply_rotary(shared_key[:, :, None], rotary)
+        return key_rope.expand(-1, -1, num_heads, -1)
 
     def up_project_query(self, query: Tensor, rotary: Rotary | None) -> Tensor:
         """Query [B, S, N/tp, Dn + R] from the first result of `_compress`."""

@@ -1,4 +1,4 @@
-"""Sixteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
+"""Eighteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model import invariant as modules
 from nanotrain.model import invariant_experts as experts
+from nanotrain.model import invariant_mla as mla
 from nanotrain.optim import invariant as optim
 from nanotrain.optim.rule import ParamRange
 from nanotrain.parallel.cp import block_attention
@@ -26,6 +27,7 @@ from tests.laws.invariant import (
     invariant,
     run_layouts,
 )
+from tests.laws.test_mla import MLA as MLA_SIZES
 from tests.laws.worlds import GLOBAL_BATCH
 
 # sizes that leave a rest of a vector, of 8 numbers or more, on one of two ranks
@@ -117,6 +119,11 @@ def dot_in_fp32(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([products, *products.new_zeros(3)])
 
 
+def sum_of_rank(parts: Any, group: Any) -> Tensor:
+    """The heads of a rank one after another, then the ranks."""
+    return ORIGINAL_SUM([chain(parts)], group)
+
+
 @dataclass(frozen=True)
 class Place:
     """The layout of two ranks and the model that find a plants."""
@@ -134,13 +141,15 @@ EXPERTS = {
 }
 TWO_TP = {"tensor_model_parallel_size": 2}
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+ORIGINAL_SUM = layers.sum_over_blocks
 DP = Place(ZERO1)
 TP = Place(TWO_TP)
 CP = Place({"context_parallel_size": 2, "cp_comm_type": "allgather"})
 EP = Place({"expert_model_parallel_size": 2, **ZERO1}, EXPERTS)
 ETP = Place({**TWO_TP, "expert_tensor_parallel_size": 1}, EXPERTS)
 HYPERBALL = Place(ZERO1, optim={"optimizer": "muon_h"})
-PLACES = {"dp": DP, "tp": TP, "cp": CP, "ep": EP, "etp": ETP, "hyperball": HYPERBALL}
+MLA = Place(TWO_TP | {"sequence_parallel": True}, MLA_SIZES)
+PLACES = {"dp": DP, "tp": TP, "cp": CP, "ep": EP, "etp": ETP, "hyperball": HYPERBALL, "mla": MLA}
 # what is replaced, by what, and what finds it
 Plant = tuple[Any, str, Callable[..., Any], Place]
 PLANTS: dict[str, Plant] = {
@@ -159,6 +168,8 @@ PLANTS: dict[str, Plant] = {
     "logits of all tokens in one product": (experts, "blocked_logits", logits_at_once, EP),
     "gradients of experts added in any order": (experts._Joined, "apply", joined, ETP),
     "norms of matrices added per shard": (optim, "product_bins", dot_in_fp32, HYPERBALL),
+    "heads of a shared key added per rank": (mla, "sum_over_blocks", sum_of_rank, MLA),
+    "all tokens of a shard in one product": (layers.UnitBlocks, "rows", one_block_of_rows, MLA),
     "keys of a chunk in one block": (
         block_attention.BlockAttention,
         "local_blocks",
@@ -205,7 +216,7 @@ def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_every_planted_order_is_found(place: Place) -> None:
-    assert len(PLANTS) == 16
+    assert len(PLANTS) == 18
     names = [name for name, plant in PLANTS.items() if plant[3] is place]
     on_one_rank = run_ranks(1, run_planted, names, GLOBAL_BATCH, shares=True)[0]
     by_rank = run_ranks(2, run_planted, names, 3, shares=True)

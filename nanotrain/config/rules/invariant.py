@@ -37,16 +37,13 @@ def _leave_out(
 
 
 OTHER_LAYERS = (
-    "layers of attention, MLPs and experts have invariant forms, other kinds have none yet"
+    "layers of attention, MLA, MLPs and experts have invariant forms, other kinds have none yet"
 )
 IN_DTYPE = "its gradients are fp64, on a grid on which sums are exact"
 ELEMENTWISE = "torch's kernels round the last elements of a tensor in another way than the others"
 ORDER = "its sums follow the layout"
 
 MODEL: tuple[Unsupported, ...] = (
-    _leave_out(
-        "multi_latent_attention", lambda c: c.model.multi_latent_attention, why=OTHER_LAYERS
-    ),
     _leave_out("mtp_num_layers", lambda c: bool(c.mtp.num_layers), why=OTHER_LAYERS),
     _leave_out(
         "linear attention or Mamba",
@@ -287,7 +284,7 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"two up to 8 that divides {sizes}; a rank owns whole blocks",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
         )
-    if c.has_experts:
+    if c.has_experts or (c.model.multi_latent_attention and c.parallel.sequence_parallel):
         yield from _check_token_blocks(c)
     num_blocks = num_position_blocks(c.config)
     if c.cp > 1 and num_blocks % (2 * c.cp) != 0:
@@ -301,12 +298,13 @@ def check_invariant_blocks(c: Settings) -> Errors:
 
 
 def _check_token_blocks(c: Settings) -> Errors:
-    """Ranks that route whole token blocks."""
+    """Ranks that have whole token blocks where the sequence is sharded over tp."""
     num_blocks = num_token_blocks(c.config)
+    kind = "experts" if c.has_experts else "sequence_parallel"
     if num_blocks % c.cp == 0 and num_blocks % (c.cp * c.tp) != 0:
         yield ConfigError(
-            f"invariant with tensor_model_parallel_size {c.tp} and experts",
-            why=f"a sequence has {count_of(num_blocks, 'block')} of tokens that are routed "
+            f"invariant with tensor_model_parallel_size {c.tp} and {kind}",
+            why=f"a sequence has {count_of(num_blocks, 'block')} of tokens that are multiplied "
             f"together, from seq_length {c.data.seq_length}, and {c.tp * c.cp} ranks share it",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks // c.cp}",
         )

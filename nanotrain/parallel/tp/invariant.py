@@ -17,6 +17,9 @@ model alone: rows are a block of positions of one sample, columns or inputs a bl
                        \\          /
     tp = 1                  r0
 
+Layers with replicated weights (`TensorParallel.unsharded`) have one block of weights, and token
+blocks as rows, as sequence parallelism leaves no more of a sequence to a rank.
+
 Weight gradients are fp64 multiples of the grid: sums over blocks, samples, microbatches and ranks
 are exact in any order.
 
@@ -246,11 +249,15 @@ class _RowParallel(torch.autograd.Function):
 
 def invariant_functions(blocks: UnitBlocks) -> LayerFunctions:
     """The implementations of this file for the blocks of a model."""
-    return LayerFunctions(
+    sharded = LayerFunctions(
         partial(choose_products, blocks=blocks),
         partial(look_up, num_addends=blocks.num_tokens),
         options=blocks,
     )
+    # a rank may have a shard of the sequence, of whole token blocks, and has the whole weight
+    replicated = replace(blocks.by_token_block(), num_weight_blocks=1)
+    products = partial(choose_products, blocks=replicated)
+    return replace(sharded, replicated=replace(sharded, choose_products=products))
 
 
 def choose_products(

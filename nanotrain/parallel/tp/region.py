@@ -34,6 +34,8 @@ class LayerFunctions:
     # (tokens, weight, first): rows of a shard of the vocabulary that begins at token `first`
     look_up: Callable[..., Tensor]
     options: Any = None  # what other modules read that are replaced with them
+    # those of layers with replicated weights; None: the same
+    replicated: "LayerFunctions | None" = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,17 @@ class TensorParallel:
     @cached_property
     def unsharded(self) -> "TensorParallel":
         """The variant for a replicated weight: no collectives, the same wgrad queue."""
-        group = Group.single_rank("tp")
-        return replace(self, group=group, sequence_parallel=False, overlap="", fp8_overlap="")
+        functions = self.functions
+        if functions is not None:
+            functions = functions.replicated or functions
+        return replace(
+            self,
+            group=Group.single_rank("tp"),
+            sequence_parallel=False,
+            overlap="",
+            fp8_overlap="",
+            functions=functions,
+        )
 
     @property
     def is_plain(self) -> bool:

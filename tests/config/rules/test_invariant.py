@@ -37,7 +37,7 @@ def test_what_fits_passes() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"multi_latent_attention": True}, "invariant with multi_latent_attention: layers of"),
+        ({"mtp_num_layers": 1}, "invariant with mtp_num_layers: layers of"),
         ({"num_experts": 4, "moe_z_loss_coeff": 0.1}, "invariant with moe_z_loss_coeff: no layout"),
         (
             {
@@ -73,6 +73,16 @@ def test_what_has_no_form_is_refused(settings: dict[str, Any], text: str) -> Non
     (message,) = messages(**settings)
     assert text in message
     assert "--invariant" in message
+
+
+def test_shards_of_a_sequence_are_whole_token_blocks() -> None:
+    mla = {"multi_latent_attention": True, "num_query_groups": None, "num_attention_heads": 16}
+    sizes = mla | {"tensor_model_parallel_size": 8, "seq_length": 16}
+    assert messages(**sizes | {"sequence_parallel": True}) == []
+    assert messages(**sizes | {"sequence_parallel": False, "seq_length": 8}) == []
+    (message,) = messages(**sizes | {"sequence_parallel": True, "seq_length": 8})
+    assert "has 4 blocks of tokens" in message
+    assert "--tensor-model-parallel-size to a divisor of 4" in message
 
 
 def test_blocks_divide_shared_experts() -> None:
