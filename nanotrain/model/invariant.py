@@ -232,10 +232,12 @@ def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
     """The blocks of a model, and the addends of a sum in its largest global batch."""
     schedule = batch_schedule(config)
     sizes = schedule.sizes if schedule else [global_batch_size(config.train, dp)]
+    # multi-token prediction looks tokens up and predicts them again
+    num_losses = 1 + (config.model.mtp.num_layers or 0)
     return UnitBlocks(
         num_weight_blocks(config),
         config.data.seq_length // num_position_blocks(config),
-        num_tokens=max(sizes) * config.data.seq_length,
+        num_tokens=max(sizes) * config.data.seq_length * num_losses,
         num_heads=config.model.num_attention_heads,
         tokens_per_block=config.data.seq_length // num_token_blocks(config),
     )

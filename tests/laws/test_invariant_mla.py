@@ -1,4 +1,6 @@
-"""With `--invariant` multi-head latent attention trains in every layout as on one rank, in every bit."""
+"""With `--invariant` multi-head latent attention and multi-token prediction train in every layout as
+on one rank, in every bit.
+"""
 
 import pytest
 
@@ -18,6 +20,8 @@ MODELS = {
     },
     "learned": LEARNED | {"num_layers": 2},
 }
+MODELS["mtp"] = MODELS["deepseek"] | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.8}
+MODELS["tied_mtp"] = {"mtp_num_layers": 2, "hidden_dropout": 0.1, "num_query_groups": 4}
 LAYOUTS = [
     layout(2, 3, tp=2, sp=True, etp=1, strategy="optim"),
     layout(2, 4, cp=2, kind="p2p"),
@@ -46,6 +50,14 @@ def test_layouts_of_mla_have_the_bits_of_one_rank(model: str, dtype: str) -> Non
     assert_same_bits(LAYOUTS, case_of(model, dtype))
 
 
-@pytest.mark.parametrize("kind", with_mark([("deepseek", "fp32"), ("learned", "bf16")]))
-def test_more_layouts_of_mla_have_the_bits_of_one_rank(kind: tuple[str, str]) -> None:
+def test_layouts_of_further_tokens_have_the_bits_of_one_rank() -> None:
+    assert_same_bits(LAYOUTS[:2], case_of("mtp", "fp32"))
+    assert_same_bits(LAYOUTS[2:], case_of("tied_mtp", "bf16"))
+
+
+MORE = [("deepseek", "fp32"), ("learned", "bf16"), ("mtp", "bf16"), ("tied_mtp", "fp32")]
+
+
+@pytest.mark.parametrize("kind", with_mark(MORE))
+def test_more_layouts_have_the_bits_of_one_rank(kind: tuple[str, str]) -> None:
     assert_same_bits(LAYOUTS + MORE_LAYOUTS, case_of(*kind))

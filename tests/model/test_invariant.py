@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.config.config import Config, DataConfig, ModelConfig, TrainConfig
+from nanotrain.config.model import MTPConfig
 from nanotrain.model.activations import Glu
 from nanotrain.model.invariant import (
     InWholeVectors,
@@ -73,5 +74,7 @@ def test_the_addends_of_a_sum_follow_from_the_largest_batch() -> None:
     assert unit_blocks(config, dp=2) == UnitBlocks(
         4, 6, num_tokens=144, num_heads=4, tokens_per_block=3
     )
+    further = replace(config, model=replace(model, mtp=MTPConfig(num_layers=2)))
+    assert unit_blocks(further, dp=2).num_tokens == 3 * 144
     steps = TrainConfig(step_batch_size_schedule=["0:8", "2K:4"])
     assert unit_blocks(replace(config, train=steps), dp=2).num_tokens == 8 * 24

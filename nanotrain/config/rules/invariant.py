@@ -44,7 +44,6 @@ ELEMENTWISE = "torch's kernels round the last elements of a tensor in another wa
 ORDER = "its sums follow the layout"
 
 MODEL: tuple[Unsupported, ...] = (
-    _leave_out("mtp_num_layers", lambda c: bool(c.mtp.num_layers), why=OTHER_LAYERS),
     _leave_out(
         "linear attention or Mamba",
         lambda c: bool(c.linear_kinds),
@@ -284,7 +283,8 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"two up to 8 that divides {sizes}; a rank owns whole blocks",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
         )
-    if c.has_experts or (c.model.multi_latent_attention and c.parallel.sequence_parallel):
+    has_replicated_weights = c.model.multi_latent_attention or bool(c.mtp.num_layers)
+    if c.has_experts or (has_replicated_weights and c.parallel.sequence_parallel):
         yield from _check_token_blocks(c)
     num_blocks = num_position_blocks(c.config)
     if c.cp > 1 and num_blocks % (2 * c.cp) != 0:

@@ -37,7 +37,7 @@ def test_what_fits_passes() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"mtp_num_layers": 1}, "invariant with mtp_num_layers: layers of"),
+        ({"layer_scale": True}, "invariant with layer_scale: layers of"),
         ({"num_experts": 4, "moe_z_loss_coeff": 0.1}, "invariant with moe_z_loss_coeff: no layout"),
         (
             {
