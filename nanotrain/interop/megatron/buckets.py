@@ -57,6 +57,10 @@ class Weight(NamedTuple):
     lead: tuple[int, ...]
 
 
+# the weights that a parameter there joins, one after another: nearly always one
+Parameter = tuple[Weight, ...]
+
+
 class BufferId(NamedTuple):
     """A buffer: of which optimizer of a chain, model-parallel rank and model chunk."""
 
@@ -163,8 +167,6 @@ class BucketState:
         self._blocks = list(blocks(placement.shape))
         self._num_mtp_layers = placement.shape.num_mtp_layers
         try:
-            if placement.shape.has_half_layers:
-                raise ValueError("layers by the letters of a pattern are not looked up in buckets")
             self._buffers = find_buffers(folder)
             self._layout = Layout.from_arguments(arguments, placement.num_layers)
             self._fill()
@@ -218,10 +220,10 @@ class BucketState:
         layout = self._layout
         for stage in range(layout.pp):
             for chunk in range(layout.num_chunks):
-                weights = list(self._dense_weights(stage, chunk))
+                params = list(self._dense_params(stage, chunk))
                 for rank in range(layout.tp):
                     buffer = BufferId(DENSE_CHAIN, stage * layout.tp + rank, chunk)
-                    self._fill_buffer(buffer, weights, rank=rank, size=layout.tp)
+                    self._fill_buffer(buffer, params, rank=rank, size=layout.tp)
                 if layout.ep > 1:
                     self._fill_experts(stage, chunk)
 
@@ -231,36 +233,39 @@ class BucketState:
         per_rank = self._num_experts // layout.ep
         for expert_rank in range(layout.ep):
             experts = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
-            weights: list[Weight] = []
+            params: list[Parameter] = []
             for block in self._blocks_of(stage, chunk):
-                weights += self._expert_weights(block, experts)
-            for rank in range(layout.etp if weights else 0):
+                params += self._expert_params(block, experts)
+            for rank in range(layout.etp if params else 0):
                 group = (stage * layout.ep + expert_rank) * layout.etp + rank
                 buffer = BufferId(EXPERT_CHAIN, group, chunk)
-                self._fill_buffer(buffer, weights, rank=rank, size=layout.etp)
+                self._fill_buffer(buffer, params, rank=rank, size=layout.etp)
 
     def _fill_buffer(
-        self, buffer: BufferId, weights: Sequence[Weight], *, rank: int, size: int
+        self, buffer: BufferId, params: Sequence[Parameter], *, rank: int, size: int
     ) -> None:
-        """The segments of a buffer, whose weights are in the order of the modules."""
+        """The segments of a buffer, whose parameters are in the order of the modules."""
         buckets = self._buffers.get(buffer, [])
         number = 0
         cursor = 0
-        for weight in reversed(weights):
-            pieces = self._pieces(weight, rank=rank, size=size)
-            numel = sum(piece.numel for piece in pieces)
+        for param in reversed(params):
+            pieces = {weight: self._pieces(weight, rank=rank, size=size) for weight in param}
+            numel = sum(map(numel_of, pieces.values()))
             start = round_up(cursor, ALIGNMENT)
             if number < len(buckets) and start + numel > buckets[number].numel:
                 number += 1
                 start = 0
+            first = param[0].key
             if number == len(buckets):
-                raise ValueError(f"{weight.key} lies behind the buckets of rank {buffer.group}")
+                raise ValueError(f"{first} lies behind the buckets of rank {buffer.group}")
             bucket = buckets[number]
             if start not in bucket.edges:
-                raise ValueError(f"{weight.key} does not begin at element {start} of {bucket.key}")
-            segment = Segment(bucket.key, start, tuple(pieces))
-            self._segments.setdefault(weight, []).append(segment)
-            cursor = start + numel
+                raise ValueError(f"{first} does not begin at element {start} of {bucket.key}")
+            cursor = start
+            for weight, boxes in pieces.items():
+                segment = Segment(bucket.key, cursor, tuple(boxes))
+                self._segments.setdefault(weight, []).append(segment)
+                cursor += numel_of(boxes)
             if cursor == bucket.numel:
                 number += 1
                 cursor = 0
@@ -281,30 +286,30 @@ class BucketState:
             raise ValueError(f"{weight.key} has {len(boxes)} chunks for {size} ranks")
         return boxes[rank::size]  # gate and up have chunks of their own
 
-    def _dense_weights(self, stage: int, chunk: int) -> Iterator[Weight]:
-        """The weights of a stage that are not experts, in the order of its modules."""
+    def _dense_params(self, stage: int, chunk: int) -> Iterator[Parameter]:
+        """The parameters of a stage that are not experts, in the order of its modules."""
         layout = self._layout
         is_first = stage == 0 and chunk == 0
         is_last = self._is_last(stage, chunk)
         has_mtp = is_last and self._num_mtp_layers > 0
         if is_first or has_mtp:
-            yield from self._weights("embedding.word_embeddings.")
-            yield from self._weights("embedding.position_embeddings.")
+            yield from self._params("embedding.word_embeddings.")
+            yield from self._params("embedding.position_embeddings.")
         for block in self._blocks_of(stage, chunk):
-            if block.stacked is None:
-                continue
-            yield from self._weights_of(block)
+            if block.layer < self._placement.num_layers:
+                yield from self._params_of(block)
         if not is_last:
             return
-        yield from self._weights("decoder.final_layernorm.")
-        yield from self._mtp_weights()
-        yield from self._weights("output_layer.")
-        is_tied = not list(self._weights("output_layer."))
+        yield from self._params("decoder.final_layernorm.")
+        yield from self._params("decoder.final_norm.")  # of layers by the letters of a pattern
+        yield from self._mtp_params()
+        yield from self._params("output_layer.")
+        is_tied = not list(self._params("output_layer."))
         if is_tied and layout.pp > 1 and not has_mtp:
-            yield from self._weights("embedding.word_embeddings.")  # its copy
+            yield from self._params("embedding.word_embeddings.")  # its copy
 
-    def _weights_of(self, block: Block) -> Iterator[Weight]:
-        """The weights of a layer; experts are among them without expert parallelism."""
+    def _params_of(self, block: Block) -> Iterator[Parameter]:
+        """The parameters of a layer; experts are among them without expert parallelism."""
         layout = self._layout
         order = "local" if layout.has_local_layers else "transformer_engine"
         if self._num_experts and layout.ep == 1 and layout.etp != layout.tp:
@@ -312,20 +317,27 @@ class BucketState:
                 f"experts on {layout.etp} tensor-parallel ranks lie among weights on {layout.tp}"
             )
         for module in TABLES["bucket_order"][order]:
-            if module != EXPERTS:
-                yield from self._block_weights(module, block)
+            if isinstance(module, list):
+                parts: list[Weight] = []
+                for part in module:
+                    parts += self._block_weights(part, block)
+                if parts:
+                    yield tuple(parts)
+            elif module != EXPERTS:
+                for weight in self._block_weights(module, block):
+                    yield (weight,)
             elif layout.ep == 1:
-                yield from self._expert_weights(block, range(self._num_experts))
+                yield from self._expert_params(block, range(self._num_experts))
 
-    def _mtp_weights(self) -> Iterator[Weight]:
-        """The weights of multi-token prediction that are not experts."""
+    def _mtp_params(self) -> Iterator[Parameter]:
+        """The parameters of multi-token prediction that are not experts."""
         first = self._placement.num_layers
         for depth in range(self._num_mtp_layers):
             prefix = f"mtp.layers.{depth}."
             for module in TABLES["mtp"]:
                 if module == LAST_OF_MTP:
-                    yield from self._weights_of(self._blocks[first + depth])
-                yield from self._weights(prefix + module)
+                    yield from self._params_of(self._blocks[first + depth])
+                yield from self._params(prefix + module)
 
     def _is_last(self, stage: int, chunk: int) -> bool:
         return stage == self._layout.pp - 1 and chunk == self._layout.num_chunks - 1
@@ -338,12 +350,12 @@ class BucketState:
             found = [*found, *self._blocks[self._placement.num_layers :]]
         return found
 
-    def _weights(self, module: str) -> Iterator[Weight]:
-        """The weights of a module outside of the layers."""
+    def _params(self, module: str) -> Iterator[Parameter]:
+        """The parameters of a module outside of the layers."""
         for leaf in leaves(module):
             key = f"{self._placement.prefix}{module}{leaf}"
             if key in self._locations:
-                yield Weight(key, ())
+                yield (Weight(key, ()),)
 
     def _block_weights(self, module: str, block: Block) -> Iterator[Weight]:
         """The weights of a module of a layer."""
@@ -356,8 +368,8 @@ class BucketState:
             elif own in self._locations:
                 yield Weight(own, ())
 
-    def _expert_weights(self, block: Block, experts: range) -> Iterator[Weight]:
-        """The weights of experts of a layer: one expert after another, or for grouped GEMM the
+    def _expert_params(self, block: Block, experts: range) -> Iterator[Parameter]:
+        """The parameters of experts of a layer: one expert after another, or for grouped GEMM the
         first products of all, then the second ones.
         """
         products = [f"{EXPERTS}linear_fc1.", f"{EXPERTS}linear_fc2."]
@@ -367,7 +379,7 @@ class BucketState:
             order = [(product, expert) for expert in experts for product in products]
         for product, expert in order:
             for weight in self._block_weights(product, block):
-                yield Weight(weight.key, (*weight.lead, expert))
+                yield (Weight(weight.key, (*weight.lead, expert)),)
 
     def _check(self) -> None:
         """Check that every weight has a segment."""
@@ -376,6 +388,11 @@ class BucketState:
                 weight = Weight(location.key, location.lead)
                 if weight not in self._segments and name.startswith("model/"):
                     raise ValueError(f"{location.key} is in no bucket")
+
+
+def numel_of(boxes: Sequence[Box]) -> int:
+    """The elements of boxes."""
+    return sum(box.numel for box in boxes)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from nanotrain.interop.dcp.tensors import Extent, StoredTensor
 from nanotrain.interop.megatron.folder import RANK_FILE, CommonState, common_state_of, rank_files
 from nanotrain.interop.megatron.legacy_buffers import Buckets, add_buffers
 from nanotrain.interop.megatron.legacy_optimizer import rank_state
+from nanotrain.interop.megatron.mamba_parts import with_parts
 from nanotrain.interop.megatron.names import TABLES
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import object_of, shown, whole_number
@@ -200,10 +201,10 @@ class LegacyFolder:
             for stage in range(sizes.pp):
                 num_layers = 0
                 for expert_rank in range(sizes.ep):
-                    shards = [
-                        states[Rank(rank, stage, expert_rank)].chunks[chunk]
-                        for rank in range(sizes.tp)
-                    ]
+                    shards = []
+                    for tp_rank in range(sizes.tp):
+                        own = states[Rank(tp_rank, stage, expert_rank)].chunks[chunk]
+                        shards.append(with_parts(own))
                     found = self._add_chunk(shards, offset=offset, expert_rank=expert_rank)
                     num_layers = max(num_layers, found)
                 offset += num_layers

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
 
 from tests.interop.megatron.on_cpu import core_version
 
@@ -25,6 +26,13 @@ LLAMA_ARGUMENTS = LLAMA | {
     "position_embedding_type": "rope",
 }
 LLAMA_ARGUMENTS |= {"untie_embeddings_and_output_weights": True}
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """As megatron.core.activations has it, which may not be installed."""
+    return relu(x).square()
+
+
 SWIGLU = {"gated_linear_unit": True, "activation_func": silu}
 ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
 LEARNED = {
@@ -46,6 +54,10 @@ LATENT |= {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_hea
 LATENT |= {"rotary_scaling_factor": 1.0, "q_lora_rank": None, "num_query_groups": 4}
 DEEPSEEK = LATENT | ROUTER | {"q_lora_rank": 12, "mtp_num_layers": 1}
 DEEPSEEK |= {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mtp_loss_scaling_factor": 0.3}
+MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "num_layers": 4}
+HYBRID = LLAMA | MAMBA | {"is_hybrid_model": True, "activation_func": squared_relu}
+HYBRID_ARGUMENTS = LLAMA_ARGUMENTS | MAMBA | {"is_hybrid_model": True, "swiglu": False}
+HYBRID_ARGUMENTS |= {"squared_relu": True, "position_embedding_type": "none"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class Case:
 
     config: dict[str, Any] = field(default_factory=lambda: LLAMA | SWIGLU)  # of TransformerConfig
     model: dict[str, Any] = field(default_factory=lambda: ROPE)  # of GPTModel
+    pattern: str | None = None  # layers of MambaModel, in place of a GPTModel
     # arguments of the training program that describe the same model
     arguments: dict[str, Any] = field(default_factory=lambda: LLAMA_ARGUMENTS)
     tp: int = 1
@@ -120,6 +133,19 @@ CASES = {
         ep=2,
         form="dp_reshardable",
         is_like_te=True,
+    ),
+    "hybrid": Case(
+        config=HYBRID | MOE,
+        arguments=HYBRID_ARGUMENTS | MOE_ARGUMENTS | {"hybrid_override_pattern": "M*-E"},
+        pattern="M*-E",
+        pp=2,
+    ),
+    "hybrid_buckets": Case(
+        config=HYBRID,
+        arguments=HYBRID_ARGUMENTS | {"hybrid_override_pattern": "M-*M"},
+        pattern="M-*M",
+        tp=2,
+        form="dp_reshardable",
     ),
     "grouped_mlp": Case(
         config=LLAMA | SWIGLU | MOE | {"moe_grouped_gemm": True},

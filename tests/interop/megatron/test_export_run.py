@@ -43,6 +43,7 @@ if find_spec("megatron") is None:  # only the ranks import it
 TOLERANCE = 1e-6
 MODELS = {"llama": CASES["tp2"], "gpt2": CASES["gpt2"], "moe": CASES["moe"]}
 MODELS |= {"bf16": CASES["bf16"], "mla": CASES["mla"], "mtp": CASES["deepseek"]}
+MODELS |= {"mamba": CASES["hybrid_buckets"], "mamba_moe": CASES["hybrid"]}
 ONE = {"tp": 1, "pp": 1, "ep": 1}
 FORM = "fully_reshardable"
 # how megatron-core goes on, by the model: two ranks
@@ -66,6 +67,8 @@ LAYOUTS: dict[str, dict[str, Case]] = {
         "pp2": replace(MODELS["mtp"], **ONE | {"pp": 2}, form=None),
         "ep2-distributed": replace(MODELS["mtp"], **ONE | {"ep": 2}, form=FORM),
     },
+    "mamba": {"tp2-distributed": replace(MODELS["mamba"], **ONE | {"tp": 2}, form=FORM)},
+    "mamba_moe": {"pp2": replace(MODELS["mamba_moe"], **ONE | {"pp": 2})},
     "bf16": {
         "tp2": replace(MODELS["bf16"], **ONE | {"tp": 2}),
         "dp2-distributed": replace(MODELS["bf16"], **ONE, form=FORM),

@@ -42,6 +42,8 @@ TWO_RANKS = {
     "deepseek": "pp",
     "te_moe": "tp",
     "bf16_buckets": "tp",
+    "hybrid": "tp",
+    "hybrid_buckets": "dp",
 }
 # those of `make layouts`
 MORE_TWO_RANKS = {
@@ -59,6 +61,8 @@ MORE_TWO_RANKS = {
     "mla_tp2": "dp",
     "deepseek": "tp",
     "te_moe": "ep",
+    "hybrid": "ep",
+    "hybrid_buckets": "pp",
 }
 EXACT = [name for name, case in CASES.items() if not case.is_bf16]
 Moved = tuple[Path, dict[str, Any]]

@@ -32,6 +32,7 @@ from tests.interop.megatron.cases import (
     known_case,
     tokens,
 )
+from tests.interop.megatron.mamba_of_torch import local_stack, put_in_place
 from tests.interop.megatron.on_cpu import (
     OnCPU,
     core_version,
@@ -80,17 +81,14 @@ class Training:
 
     def build_model(self, stage: int) -> Any:
         from megatron.core import parallel_state as ps
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
             get_gpt_mtp_block_spec,
         )
-        from megatron.core.transformer.module import Float16Module
 
+        if self.case.pattern is not None:
+            return self.wrapped(self.build_hybrid_model(self.case.pattern))
         options: dict[str, Any] = {"vp_stage": stage if self.case.vpp else None}
         if core_version() < (0, 13):
             options = {}
@@ -112,6 +110,31 @@ class Training:
             **options,
             **self.case.model,
         )
+        return self.wrapped(model)
+
+    def build_hybrid_model(self, pattern: str) -> Any:
+        """Layers by the letters of a pattern."""
+        from megatron.core import parallel_state as ps
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel(
+            self.config,
+            local_stack(num_experts=self.config.num_moe_experts or 1),
+            vocab_size=ROWS,
+            max_sequence_length=SEQ_LENGTH,
+            hybrid_override_pattern=pattern,
+            pre_process=ps.is_pipeline_first_stage(),
+            post_process=ps.is_pipeline_last_stage(),
+        )
+
+    def wrapped(self, model: Any) -> Any:
+        """A model that reduces its gradients."""
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.transformer.module import Float16Module
+
         if self.case.is_bf16:
             model = Float16Module(self.config, model)
         wrapper = DistributedDataParallelConfig(
@@ -361,6 +384,7 @@ def megatron_on_cpu() -> Iterator[None]:
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    put_in_place()
     patch_for_cpu()
     with OnCPU():
         yield
