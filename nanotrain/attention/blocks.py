@@ -99,6 +99,7 @@ class KeyBlocks:
 
     @classmethod
     def _plan(cls, call: AttentionCall, size: int) -> "KeyBlocks":
+        """Number the blocks of every sample; a block never spans two documents."""
         num_keys = len(call.keys)
         spans = call.spans
         starts = spans.first_keys if spans.starts is None else spans.starts

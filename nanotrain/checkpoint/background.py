@@ -124,6 +124,7 @@ class BackgroundSave:
         return self._outcome.done() and self._outcome.exception() is None
 
     def _run(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
+        """Run the save; its result or its error is raised again by `result`."""
         try:
             self._outcome.set_result(write(self._cancelled.is_set))
         except OSError as error:

@@ -196,9 +196,9 @@ class Checkpointer:
         nbytes = wait_for_reports(
             temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled
         )
-        return self._pruned(
-            self._merge(save, nbytes, is_cancelled=is_cancelled), prunes=save.prunes
-        )
+        final = self._merge(save, nbytes, is_cancelled=is_cancelled)
+        self._prune(final, prunes=save.prunes)
+        return final
 
     def _write_shard(self, save: "StartedSave") -> Manifest:
         return write_shard(
@@ -359,14 +359,14 @@ class Checkpointer:
         return commit.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest, *, prunes: bool) -> Path:
-        return self._pruned(
-            commit.commit(self.folder, manifest.step, text=to_json(manifest)), prunes=prunes
-        )
+        final = commit.commit(self.folder, manifest.step, text=to_json(manifest))
+        self._prune(final, prunes=prunes)
+        return final
 
-    def _pruned(self, final: Path, *, prunes: bool) -> Path:
+    def _prune(self, final: Path, *, prunes: bool) -> None:
+        """Delete the checkpoints that `keep_last` does not keep, if the save prunes."""
         if prunes:
             keep_newest(self.folder, self.keep_last, written=final, keep_every=self.keep_every)
-        return final
 
     @contextmanager
     def _attempt(self, step: int) -> Iterator[None]:

@@ -52,6 +52,7 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
 
 
 def _require_empty(output: Path) -> None:
+    """Check that a folder has no files."""
     if not output.is_dir():
         raise CheckpointError(f"cannot write to {output}", why="it is a file", fix=FIX)
     present = sorted(path.name for path in output.iterdir())

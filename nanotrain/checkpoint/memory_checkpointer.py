@@ -156,6 +156,7 @@ class MemoryCheckpointer(Checkpointer):
         needed = self._host_bytes
 
         def start() -> list[float]:
+            """The memory that this host lacks, and the step on the first rank."""
             if not self._memory.is_host_first:
                 return [0, 0]
             commit.start_writing(self.folder, step)

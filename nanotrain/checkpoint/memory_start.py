@@ -110,6 +110,7 @@ class MemoryReader(Checkpointer):
         return super()._read_manifest(path)
 
     def _open_source(self, path: Path) -> Source | None:
+        """The shard on another host, where no rank of this host has it."""
         memory = self._memory
         if path.parent != self._start.path(memory):
             return None

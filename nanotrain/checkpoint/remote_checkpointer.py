@@ -110,7 +110,8 @@ class RemoteCheckpointer(Checkpointer):
                     messages.take(f"uploaded-{index}", is_last=True)
                 messages.forget("place")
                 self._commit_remotely(final, stored, older=older)
-                return self._pruned(final, prunes=save.prunes)
+                self._prune(final, prunes=save.prunes)
+                return final
             self._forget_shard(save, stored)
         return None
 
@@ -124,7 +125,7 @@ class RemoteCheckpointer(Checkpointer):
         """
         complete = complete_checkpoints(self.folder)
         if complete:
-            self._pruned(complete[-1], prunes=True)
+            self._prune(complete[-1], prunes=True)
         for path in complete:
             if path.exists() and stored_at(path) is None:
                 stored, older = self._destination(path)

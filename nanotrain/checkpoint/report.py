@@ -200,6 +200,7 @@ def _faults_of_file(
     """Wrong size, damaged chunks and values that are not finite in one shard file."""
 
     def fault_of(chunk: ChunkEntry, dtype: str) -> str | None:
+        """The fault of a chunk as text; None if it is sound."""
         data = memoryview(bytearray(chunk.nbytes))
         try:
             shard.read(chunk, shard.offset(chunk, dtype), into=data)
@@ -328,6 +329,7 @@ class _Side:
 
     @classmethod
     def read(cls, path: Path) -> "_Side":
+        """Open the checkpoint that a path names."""
         folder, manifest = find_manifest(path)
         try:
             model = config_from_dict(manifest.config).model

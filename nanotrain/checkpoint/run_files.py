@@ -214,6 +214,7 @@ class FileUploads:
             self._upload(file, name)
 
     def _upload(self, file: Path, name: str) -> None:
+        """Upload one file, and record the version that both sides have now."""
         assert self._synced is not None, "set by upload"
         # taken before the upload, as training goes on appending rows
         here = Synced.of(file, Stat(0, 0.0))

@@ -21,6 +21,7 @@ def number(what: str, *, low: float, high: float) -> Callable[[str], float]:
     """The converter of a number from `low` to `high`, of their type; `what` names it in errors."""
 
     def convert(text: str) -> float:
+        """The number in a text; an error outside of the limits."""
         try:
             value = type(low)(text)
         except ValueError:

@@ -288,6 +288,7 @@ class Recorder(TorchDispatchMode):
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            """Resize as torch does, and note which operations lose their memory."""
             for operation in self.in_flight:
                 operation.is_lost |= storage._cdata in operation.storages
             resized = original(storage, size)

@@ -36,6 +36,7 @@ def has_symmetric_memory(group: Group, device: torch.device) -> bool:
 
 
 def _try_workspace(group: Group) -> bool:
+    """Whether torch can allocate symmetric memory over the group."""
     from torch.distributed import _symmetric_memory
 
     try:

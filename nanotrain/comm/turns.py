@@ -47,6 +47,7 @@ class Turns:
         enter_stream = same_stream()
 
         def run_second() -> None:
+            """Run the second computation with the contexts of the calling thread."""
             with ExitStack() as stack:  # contexts that belong to a thread
                 stack.enter_context(enter_stream())
                 for mode in modes:

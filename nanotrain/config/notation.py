@@ -269,6 +269,7 @@ def expand_layout(text: str) -> str:
     """The layout with all repetitions written out."""
 
     def repeat(match: re.Match[str]) -> str:
+        """The letters of a match, repeated."""
         count = int(match[2] or 1)
         if len(match[1]) * count > LONGEST_LAYOUT:
             why = f"it has more than {LONGEST_LAYOUT} letters"

@@ -37,11 +37,12 @@ def option(
         check: bound on the value; a value that fails it is a `ConfigError`.
         secret: environment variable to which files refer in place of the value; empty: the value is
             written.
-        is_path: whether `~` and $VARIABLES in the value are replaced; whether it may be an address.
+        is_path: True: the value is a path, in which `~` and $VARIABLES are replaced; "or address":
+            it may also be an address in object storage.
     """
     metadata = {"check": check, "name": name, "secret": secret, "is_path": is_path}
     if isinstance(default, list):
-        # == compares it
+        # a list has no hash; sections are compared by `==`
         return field(default_factory=lambda: list(default), metadata=metadata, hash=False)
     return field(default=default, metadata=metadata)
 
@@ -218,6 +219,7 @@ def url() -> Callable[[Any], bool]:
 
 
 def _is_url(text: str) -> bool:
+    """Whether a text is a complete http or https address."""
     try:
         parts = urlsplit(text)
         is_complete = bool(parts.hostname) and parts.port != 0
@@ -229,6 +231,8 @@ def _is_url(text: str) -> bool:
 
 
 def _check(requirement: str, is_met: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A check that passes None and values that meet a requirement, which its docstring states."""
+
     def check(value: Any) -> bool:
         return value is None or is_met(value)
 

@@ -316,6 +316,7 @@ def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def walk(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+        """Keys and values, in nested mappings too."""
         for name, value in values.items():
             entry = entry_of(f"{path}{name}")
             if entry is None and isinstance(value, Mapping) and value:

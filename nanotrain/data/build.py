@@ -354,6 +354,7 @@ def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: st
 
 
 def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> DataError:
+    """The error for a split whose tokens do not fill one sample."""
     corpus = dataset.corpus
     num_tokens = dataset.stop - dataset.start
     why = f"a sample needs seq_length + 1 = {dataset.config.seq_length + 1}"

@@ -204,6 +204,7 @@ class IndexedTokens:
         return mask
 
     def _sequence_start(self, sequence: int) -> int:
+        """Stream offset of a sequence; of the end for `num_sequences`."""
         if self._offsets is not None:
             return int(self._offsets[sequence])
         if sequence == self.num_sequences:
@@ -218,6 +219,7 @@ class IndexedTokens:
         return np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
 
     def _is_contiguous(self) -> bool:
+        """Whether sequences lie one after another and fill the file."""
         last = self.num_sequences - 1
         end = int(self._pointers[last]) + int(self._lengths[last]) * self.dtype.itemsize
         if self._pointers[0] != 0 or end != self._file_bytes:

@@ -134,6 +134,7 @@ def read_request(folder: Path) -> MixRequest | None:
 
 
 def _parse_request(body: Mapping[str, Any]) -> MixRequest:
+    """The request in a file; ValueError for a wrong field."""
     weights = [text_of(word, "weights") for word in list_of(body.get("weights"), "weights")]
     step = body.get("step")
     if step is not None:
@@ -217,11 +218,11 @@ def record_mix(
 
     Args:
         folder: run folder.
-        stages: all stages of the run, of `stages_of`.
-        step: the first step of the last one.
+        stages: all stages of the run, as `stages_of` returns them.
+        step: first step of the last stage.
         number: number of the request.
-        origin: first sample of the data that was mixed; another one after the data was changed at a
-            resume, which ends the mixes of the data before.
+        origin: first sample of the data that was mixed. A resume with changed data has another
+            origin, and does not read mixes of the data before.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.

@@ -91,6 +91,7 @@ class PackedDataset(GPTDataset):
         return self._window_parts(self.window(index))
 
     def _window_parts(self, window: int) -> Iterator[Part]:
+        """The pieces of documents in a sample, in order."""
         packs = self._packs
         first = packs.ends[window]
         last = packs.ends[window + 1]

@@ -47,6 +47,7 @@ class TokenBytes:
         sizes = bytes_per_token(tokenizer, vocab_size)
         if sizes is None:
             return None
+        # bytes of a document of one byte, beyond that byte: a blank that the tokenizer adds
         (ids,) = tokenizer.encode_documents(["a"])
         added = sum(sizes[token] for token in ids if token < vocab_size) - 1
         is_exact = added == 0 and not (

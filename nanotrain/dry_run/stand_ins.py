@@ -191,7 +191,7 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 def _softmax_gradient(
     logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Any, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The Triton kernels: the gradient is in the memory of the logits."""
+    """`loss.softmax_gradient` as by Triton: the gradient is in the memory of the logits."""
     logsumexp = combine(logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
     log_probs = (logits.gather(1, column).float() - logsumexp) * local_mask
     return log_probs[:, 0], logits

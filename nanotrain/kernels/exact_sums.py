@@ -66,7 +66,7 @@ def exact_sum(units: Tensor, *, dims: Sequence[int], num_addends: int) -> Tensor
 
 
 def nan_if_inexact(units: Tensor, *, num_addends: int) -> Tensor:
-    """0, or NaN if so many addends up to the largest of these have no exact sum, an fp64 scalar."""
+    """NaN if addends as large as the largest of these may have no exact sum, else 0; fp64."""
     smallest, largest = units.aminmax()
     worst = torch.maximum(largest, -smallest).double()
     zero = torch.zeros_like(worst)

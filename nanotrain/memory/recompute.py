@@ -90,6 +90,7 @@ class Recompute(threading.local):
         """
 
         def first_and_keep(*inputs: Any, **options: Any) -> Any:
+            """Call the first function, and mark its outputs as discardable."""
             outputs = first(*inputs, **options)
             if isinstance(outputs, tuple):
                 return _Keep.apply(*outputs)
@@ -97,6 +98,7 @@ class Recompute(threading.local):
             return kept
 
         def run_second(*inputs: Any, **options: Any) -> Any:
+            """Call the second function, which saves references to marked outputs."""
             outputs = [x for x in (*inputs, *options.values()) if _is_kept(x)]
             if not outputs:  # without gradients
                 return second(*inputs, **options)

@@ -198,13 +198,13 @@ class SelectiveLatentAttention(MultiLatentAttention):
         self.reads_cache = False  # in generation
 
     def _up_projection(self, length: int) -> UpProjection | None:
-        """The up-projections of so many local tokens whose selected keys are gathered."""
+        """The up-projections for `length` local tokens; None where keys are not gathered."""
         if not self._gathers_keys(length):
             return None
         return UpProjection(self.kv_up.weight, *self.key_value_sizes)
 
     def _gathers_keys(self, length: int) -> bool:
-        """Whether the attention of so many local tokens gathers the selected keys."""
+        """Whether attention of `length` local tokens gathers the selected keys."""
         if self.reads_cache:
             return True
         if self.is_warming_up and torch.is_grad_enabled():

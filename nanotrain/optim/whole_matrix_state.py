@@ -59,6 +59,7 @@ class WholeMatrixStates:
                 yield self._box(owned, len(tensor)), tensor[None]
 
     def _box(self, owned: OwnedMatrix, numel: int) -> TensorBox:
+        """The state of a matrix as one row of a tensor of a checkpoint."""
         param = owned.matrix.param
         name = f"optimizer/{self._name}/{param.spec.name}"
         row = owned.matrix.index

@@ -197,7 +197,7 @@ def _choose(f: Findings, folder: Path) -> tuple[Row, ConversionReport | None]:
 
 @contextmanager
 def _registered(kind: str, row: Row, *, folder: Path) -> Iterator[None]:
-    """The family of a row among the known ones, in the block."""
+    """Register the family of a row among the known families, in the block."""
     earlier = read_folder_row(folder, known=known_rows())
     FAMILIES[kind] = build_family(kind, row)
     # a file of an earlier command is not read now

@@ -10,7 +10,10 @@ from nanotrain.config.parallel import ParallelConfig
 def shrink_layers(
     num_layers: int, parallel: ParallelConfig, *, per_stage: int = 2
 ) -> tuple[int, ParallelConfig]:
-    """So many layers per stage, plus one if they were uneven; stages of a set length keep up to 3.
+    """The number of layers of a small model, and the layout with its stages.
+
+    A stage keeps `per_stage` layers; one stage has one more if the stages were uneven. A stage
+    whose length is a setting keeps at most 3 layers.
 
     >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))[0]
     8
@@ -29,7 +32,7 @@ def shrink_layers(
     # the virtual stages of a rank share its layers evenly
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
-    num_set_ranks = sum(1 for size in ends if size is not None)
+    num_set_ranks = len([size for size in ends if size is not None])
     num_between = (parallel.pipeline_model_parallel_size - num_set_ranks) * virtual
     num_other_layers = num_layers - sum(size or 0 for size in ends)
     if counted := sum(parallel.counted_ends):
@@ -43,7 +46,7 @@ def shrink_layers(
 
 
 def _shrink_stages(lengths: Sequence[int]) -> list[int]:
-    """Up to 3 layers per stage; at least 1 in stages between the ends.
+    """Shrink stages to at most 3 layers each; inner stages keep at least one.
 
     Inner stages have none where Megatron-LM would run multi-token prediction.
     """
@@ -56,7 +59,10 @@ def _shrink_stages(lengths: Sequence[int]) -> list[int]:
 
 
 def _layers_between(left: int, num_stages: int, *, per_stage: int) -> int:
-    """Layers of the stages without a set length, which have `left` in the full model."""
+    """Layers of the small model in stages without a set length.
+
+    In the full model these stages have `left` layers.
+    """
     if not num_stages:
         return 0
     is_uneven = left % num_stages > 0

@@ -65,7 +65,7 @@ class RunCalendar:
         return run.num_gpus + run.spare_hosts * run.gpus_per_host
 
     def gpu_hours(self, seconds: float) -> float:
-        """GPU-hours of a run of so many seconds, spare hosts included."""
+        """GPU-hours of a run of some seconds, spare hosts included."""
         return self.num_paid_gpus * seconds / 3600
 
     def text(self) -> str:
@@ -126,6 +126,7 @@ class RunCalendar:
         return line
 
     def _failures_text(self) -> str:
+        """The mean number of failures of a run, and of each kind."""
         counts = self.runs.failures
         total = sum(counts.values())
         if not total:

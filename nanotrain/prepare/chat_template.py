@@ -152,6 +152,7 @@ class Renderer:
             return json.dumps({"error": lines[0] if lines else type(error).__name__})
 
     def _render(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The text of a conversation, and the spans that the assistant writes."""
         if self._template is None:
             self._template = self._environment.from_string(self._source)
         generation: Any = self._environment.extensions[Generation.identifier]

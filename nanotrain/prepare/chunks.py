@@ -227,6 +227,7 @@ def _split_text(path: Path, chunk_bytes: int) -> list[InputChunk]:
 
 
 def _split_lines(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    """Chunks of a file with one document per line, by bytes."""
     size = path.stat().st_size
     edges = [*range(0, size, chunk_bytes), size]
     chunks = []

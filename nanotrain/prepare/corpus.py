@@ -321,6 +321,7 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
 
 
 def _truncate(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+    """Texts until they have more than a number of characters."""
     for text in texts:
         yield text
         num_bytes -= len(text)

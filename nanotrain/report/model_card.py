@@ -221,6 +221,7 @@ def _loss_section(model: PublishedModel) -> str:
 
 
 def _task_section(tasks: Iterable[TaskResult]) -> str:
+    """The results of the tasks as a table."""
     rows = []
     for task in tasks:
         error = task.standard_error
@@ -283,6 +284,7 @@ def checksum_lines(folder: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
+    """The SHA-256 of a file, read in blocks."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(READ_BYTES):

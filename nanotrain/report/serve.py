@@ -91,6 +91,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a request on a thread; close it if there are too many."""
         with self._lock:
             self._waiting[request] = None
             if len(self._waiting) > MAX_WAITING:
@@ -130,6 +131,7 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         timeout = TIMEOUT_S
 
         def do_GET(self) -> None:
+            """Send a page; requests under another host's name are refused."""
             status = 200
             assert isinstance(self.server, _Server), "it is opened below"
             self.server.received(self.connection)

@@ -149,8 +149,10 @@ def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
     communication: list[dict[str, Any]] = []
     if kernels:
         for kernel in kernels:
-            is_collective = _COLLECTIVE_KERNEL.search(kernel["name"])
-            (communication if is_collective else compute).append(kernel)
+            if _COLLECTIVE_KERNEL.search(kernel["name"]):
+                communication.append(kernel)
+            else:
+                compute.append(kernel)
         copies = events_of(events, *_COPIES)
     else:
         operators = events_of(events, "cpu_op")

@@ -180,6 +180,7 @@ def read_request(folder: Path) -> LayoutRequest | None:
 
 
 def _parse_request(body: Mapping[str, Any]) -> LayoutRequest:
+    """The request in a file; ValueError for a wrong field."""
     arguments = [text_of(word, "arguments") for word in list_of(body.get("arguments"), "arguments")]
     ranks = body.get("ranks")
     if ranks is not None:
@@ -227,8 +228,8 @@ def with_recorded_layout(loaded: Loaded, world_size: int) -> Loaded:
         return loaded
     step = rows[-1].get("step")
     try:
-        for row in _rows_in_sequence(rows):
-            config = _with_row(config, row)
+        for row in _rows_that_apply(rows):
+            config = _apply_relayout(config, row)
         validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
     except (NanotrainError, ValueError) as error:
         why = error.what if isinstance(error, NanotrainError) else str(error)
@@ -243,14 +244,14 @@ def with_recorded_layout(loaded: Loaded, world_size: int) -> Loaded:
     return replace(loaded, config=config, origins=origins, notes=(*loaded.notes, note))
 
 
-def _rows_in_sequence(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _rows_that_apply(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The relayouts since a command line with another layout won, oldest first.
 
     Raises:
         ValueError: a row is damaged.
     """
     chosen: list[Mapping[str, Any]] = []
-    layout: dict[str, Any] = {}  # what the chosen rows have set
+    layout: dict[str, Any] = {}  # the settings that the chosen rows have changed, as they are then
     for row in rows:
         before = object_of(row.get("layout_before"), "layout_before")
         if any(before.get(key) != value for key, value in layout.items()):
@@ -258,11 +259,12 @@ def _rows_in_sequence(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
             layout = {}
         chosen.append(row)
         for key, pair in object_of(row.get("changed"), "changed").items():
-            _, layout[key] = list_of(pair, key)
+            _, after = list_of(pair, key)
+            layout[key] = after
     return chosen
 
 
-def _with_row(config: Config, row: Mapping[str, Any]) -> Config:
+def _apply_relayout(config: Config, row: Mapping[str, Any]) -> Config:
     """The configuration after one relayout.
 
     Raises:
@@ -271,13 +273,14 @@ def _with_row(config: Config, row: Mapping[str, Any]) -> Config:
     """
     values = _as_json(flat_values(config))
     changed = object_of(row.get("changed"), "changed")
-    after = {}
+    new_values = {}
     for key, pair in changed.items():
-        before, after[key] = list_of(pair, key)
+        before, after = list_of(pair, key)
         if not is_layout_key(key) or values.get(key) != before:
             raise ValueError(f"the command line has another {key} than the run had then")
+        new_values[key] = after
     errors = ErrorCollector()
-    moved, _ = read_config(values_of(config, after), errors=errors, expand=refuse_variables)
+    moved, _ = read_config(values_of(config, new_values), errors=errors, expand=refuse_variables)
     collect_errors(moved, to_train=True, errors=errors)
     errors.raise_errors()
     return moved

@@ -89,6 +89,7 @@ class _Counter:
         return tuple(self._cost(KernelTerms(**terms)) for terms in kernels)
 
     def _cost(self, kernel: KernelTerms) -> ScanCost:
+        """FLOPs, bytes and launches of one kernel."""
         sizes = self.sizes
         tokens = sizes.tokens
         flops = self._flops(kernel)

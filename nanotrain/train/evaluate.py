@@ -141,6 +141,7 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
 
 
 def _write_tokens(source: str, tokenizer: Tokenizer, *, prefix: Path) -> None:
+    """Tokenize the documents of a text source into a pair of token files."""
     reader = DocumentReader("text")
     encoder = DocumentEncoder(tokenizer)
     end = [] if tokenizer.eod is None else [tokenizer.eod]
@@ -172,6 +173,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
     """Read this rank's boxes of the parameters, and the expert biases of its routers."""
 
     def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
+        """Read boxes of parameters into the storage of a module."""
         boxes = {local.tensor_box: module.get_parameter(local.spec.name).data for local in params}
         if not is_sharded:
             model.read_params(boxes)

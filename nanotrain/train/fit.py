@@ -287,6 +287,7 @@ class _Loop:
         return any(hook.needs_numbers(self.run, step) for hook in self.hooks)
 
     def _is_finished(self) -> bool:
+        """Whether the run ends here: by its steps, an interval, or for a successor."""
         train = self.run.config.train
         step = self.run.state.step
         if step >= train.train_iters:
@@ -299,6 +300,7 @@ class _Loop:
         return self.is_at_end
 
     def _wants_stop(self) -> bool:
+        """Whether this rank received a signal or reached the time limit."""
         if self.run.inputs.is_unsaved and not self._has_stepped:
             return False  # hooks save the state once there was a step
         if self.run.stop:

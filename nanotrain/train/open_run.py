@@ -291,6 +291,7 @@ def header(
 
 
 def _describe_model(plan: Plan) -> str:
+    """Parameters, layers and sizes of the model, in one line."""
     shape = plan.shape
     total = num_parameters(shape)
     active = num_active_parameters(shape)

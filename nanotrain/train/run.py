@@ -126,6 +126,7 @@ class StopRequest:
                 before[number] = signal.getsignal(number) or signal.SIG_DFL
 
         def on_signal(number: int, frame: FrameType | None) -> None:
+            """Note the signal; a second Ctrl-C ends the process."""
             if number == signal.SIGUSR1:
                 self.wants_save = True
                 return

@@ -140,6 +140,7 @@ class SpikeScore:
         return Spike(deviation, self._num_spikes / self._num_steps)
 
     def _deviation(self, loss: float) -> float:
+        """The distance of a loss from the window's mean, in standard deviations."""
         if not math.isfinite(loss):
             return math.inf
         window = np.fromiter(self._losses, dtype=float)

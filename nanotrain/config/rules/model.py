@@ -454,7 +454,7 @@ def check_rotated_pairs(c: Settings) -> Errors:
 
 
 def channels_with_pairs(c: Settings) -> int:
-    """The fewest channels per head, from now on up, of which RoPE rotates an even number."""
+    """The next number of channels per head of which RoPE rotates an even number."""
     percent = c.model.rotary_percent
     rotated = max(2, round_up(c.model.rotary_dim, 2))
     channels = ceil(rotated / percent)

@@ -211,10 +211,10 @@ def guess_mlp(modules: Modules, num_layers: int) -> Values:
 
 
 def sizes_of(shape: Shape | None, *, dims: int) -> Shape:
-    """The sizes of a tensor that must be there with so many dims.
+    """The sizes of a tensor that must exist and have `dims` dims.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is missing, or has another number of dims.
     """
     if shape is None or len(shape) != dims:
         raise ValueError(f"a tensor of {dims} dims is missing, or has the shape {shape}")

@@ -245,6 +245,7 @@ def _extents(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | No
 
 
 def _chunk_box(chunk: Any, key: str, *, shape: tuple[int, ...]) -> Box:
+    """The box of a stored chunk; ValueError if it is not inside the tensor."""
     fields = attributes_of(chunk)
     start = _sizes(fields["offsets"], f"offsets of {shown(key)}")
     sizes = _sizes(fields["sizes"], f"sizes of {shown(key)}")

@@ -70,6 +70,7 @@ def _read_positions(raw: Raw) -> Values:
 
 
 def _write_deepseek_v4(model_config: ModelConfig) -> Values:
+    """Kinds of layers and experts, sizes of windows, and rotary positions."""
     compressed = model_config.compressed or CompressedAttentionConfig()
     window = model_config.window_size or 0
     kinds = [KINDS.get(str(mixer), SLIDING) for mixer in model_config.mixers]

@@ -65,6 +65,7 @@ def _read_rope(tables: Mapping[str, Raw]) -> Values:
 
 
 def _write_layers(model_config: ModelConfig) -> Values:
+    """The kinds of the layers, and the size of windows."""
     kinds = []
     layers = zip(model_config.mixers, model_config.window_layers, strict=True)
     for mixer, has_window in layers:
@@ -81,6 +82,7 @@ def _write_layers(model_config: ModelConfig) -> Values:
 
 
 def _write_rope(model_config: ModelConfig) -> Values:
+    """A table of rotary positions for each kind of softmax attention."""
     base = model_config.rotary_base
     local_base = model_config.rotary_base_local or base
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": base}

@@ -76,6 +76,7 @@ def _write_scale(model_config: ModelConfig) -> Values:
 
 
 def _read_biases(raw: Raw) -> Values:
+    """Biases of all linear layers; attention and MLP must agree."""
     attention = raw.get("attention_bias", False)
     mlp = raw.get("mlp_bias", False)
     if attention != mlp:

@@ -245,6 +245,7 @@ def _one_base(bases: Sequence[float], windows: Sequence[bool], *, has_window: bo
 
 
 def _write_layer_bases(model_config: ModelConfig) -> Values:
+    """The rotary base of every layer; 0 for a layer without rotary positions."""
     if not model_config.has_rope:
         return {"layer_rope_theta": [0.0] * model_config.num_layers}
     base = model_config.rotary_base
@@ -277,6 +278,7 @@ def _read_rope_or_default(raw: Raw) -> Values:
 
 
 def _write_rope_or_default(model_config: ModelConfig) -> Values:
+    """Rotary positions with a table in any case."""
     entries = write_rope(model_config)
     if entries["rope_scaling"] is None:
         # without an entry transformers takes the scaling of its own default
@@ -362,6 +364,7 @@ def _read_long_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 
 
 def _write_long_rope(model_config: ModelConfig) -> Values:
+    """LongRoPE: two factors per pair, and the factor on lengths."""
     longrope = model_config.longrope
     entries = write_rope(model_config)
     if longrope is not None:
@@ -378,6 +381,7 @@ def _write_long_rope(model_config: ModelConfig) -> Values:
 
 
 def _read_phi3_rope(raw: Raw) -> Values:
+    """Phi-3: plain rotary positions or LongRoPE."""
     kind = _stored_rope(raw).get("rope_type", "default")
     if kind not in ("default", "longrope"):  # transformers takes every other kind for longrope
         reject("rope_type", kind, instead="default or longrope")
@@ -386,6 +390,7 @@ def _read_phi3_rope(raw: Raw) -> Values:
 
 
 def _write_phi3_rope(model_config: ModelConfig) -> Values:
+    """LongRoPE, with the original length outside of the table too."""
     entries = _write_long_rope(model_config)
     if model_config.longrope is not None:
         original = model_config.longrope.original_max_positions

@@ -108,6 +108,7 @@ def _write_stablelm(model_config: ModelConfig) -> Values:
 
 
 def _read_logit_scale(raw: Raw) -> Values:
+    """The factor on logits, here a divisor."""
     scale = raw["logit_scale"]
     if scale is None:
         return {"logits_scaling": 1.0}
@@ -175,6 +176,7 @@ def _read_cohere_norm(raw: Raw) -> Values:
 
 
 def _write_cohere_moe(model_config: ModelConfig) -> Values:
+    """The kinds of the layers, scores of experts and kind of norms."""
     moe = resolved(model_config).moe or MoEConfig()
     epsilon = model_config.norm_epsilon
     is_rms = model_config.normalization == "RMSNorm"
@@ -227,6 +229,7 @@ def _read_compass_rope(raw: Raw) -> Values:
 
 
 def _write_compass_rope(model_config: ModelConfig) -> Values:
+    """A table of rotary positions per kind of layer; null for layers without."""
     base = model_config.rotary_base
     bases = {FULL: base, SLIDING: model_config.rotary_base_local or base}
     tables: dict[str, Values | None] = {FULL: None, SLIDING: None}

@@ -54,6 +54,7 @@ def _write_kinds(layers: Sequence[bool], kind: str) -> list[str]:
 
 
 def _read_layer_windows(raw: Raw) -> Values:
+    """The size of windows, and the layers that have one."""
     layers = read_window_layers(raw)
     size = raw["sliding_window"]
     if size is None or not any(layers):
@@ -133,6 +134,7 @@ def _read_llama4(raw: Raw) -> Values:
 
 
 def _write_llama4(model_config: ModelConfig) -> Values:
+    """Chunks of attention, layers without rotary positions, and layers with experts."""
     entries = _write_no_rope(model_config)
     # transformers divides by it in any case
     entries["attention_chunk_size"] = model_config.attention_chunk_size or 8192
@@ -161,6 +163,7 @@ def _read_lara(raw: Raw) -> Values:
 
 
 def _write_lara(model_config: ModelConfig) -> Values:
+    """The kind of every layer, and the size of windows."""
     kinds = []
     layers = zip(model_config.mixers, model_config.window_layers, strict=True)
     for mixer, has_window in layers:

@@ -273,6 +273,7 @@ class Plan:
 def _cast(
     x: Tensor, amaxes: Tensor, *, offs: Tensor, words: ElementWords | None, plan: Plan
 ) -> ExpertsNvfp4:
+    """Cast the rows of experts, with the amaxes [E] of the experts."""
     rows = None if words is None else words.rows
     first_channel = 0 if words is None else words.first_channel
     flags = [plan.is_tile, plan.is_transformed, first_channel]
@@ -381,6 +382,7 @@ def _(operands: Sequence[Tensor], out: Tensor, *, adds: bool) -> None:
 
 
 def _launch(operands: Sequence[Tensor], out: Tensor, *, adds: bool) -> None:
+    """Run the programs of the products of all experts, written or added to `out`."""
     *tensors, offs = operands
     a, b = ExpertsNvfp4(*tensors[:3]), ExpertsNvfp4(*tensors[3:])
     sums = out.dim() == 3

@@ -212,6 +212,7 @@ class DataParallel(ParamBuffer):
         return bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
 
     def _start_reductions(self, *, until: int) -> None:
+        """Start the reductions of all buckets before `until` that have not started."""
         for bucket in self.buckets[self._num_started : until]:
             self._prepare_write(bucket)
             while len(self._in_flight) >= self._max_reductions:
@@ -289,6 +290,7 @@ class DataParallel(ParamBuffer):
         return bucket.view(name, bucket.grads.full()).view(param.shape)
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
+        """One bucket per bucket of the layout, with gradients."""
         all_params = self._build_param_stores()
         all_grads = build_grads(
             self.layout,

@@ -307,6 +307,7 @@ class _OpenBucket:
         return param.spec.is_shared or (self.is_full and not self.rules.keeps_units)
 
     def add(self, param: LocalParam) -> None:
+        """Append a parameter, at the next aligned element."""
         start = self.start
         if self.params:
             start = round_up(self.params[-1].stop, PARAM_ALIGNMENT)

@@ -250,6 +250,7 @@ class ParamBuffer:
         )
 
     def _build_buckets(self, precision: Precision) -> tuple[ParamBucket, ...]:
+        """One bucket per bucket of the layout, without gradients."""
         stores = self._build_param_stores()
         buckets = []
         for layout, params in zip(self.layout.buckets, stores, strict=True):

@@ -183,6 +183,7 @@ class GatherOrder:
         return self._gather(current, kept=kept)
 
     def _gather(self, wanted: Sequence[int], *, kept: Sequence[int] = ()) -> GatherChange:
+        """Gather buckets, and free all others but the kept ones."""
         freed = self.free(but=(*wanted, *kept)).freed
         missing = [bucket for bucket in wanted if bucket not in self._gathered]
         started = tuple(dict.fromkeys(missing))

@@ -100,6 +100,7 @@ class CheckpointHook(Hook):
             log.warning("the checkpoint of step %s was not finished", self._saved_step)
 
     def _save_and_go_on(self, run: Run) -> None:
+        """Save; a save that fails is handled as the settings say."""
         self._finish(run)
         try:
             if run.config.checkpoint.async_save:

@@ -89,6 +89,7 @@ class SummaryHook(Hook):
         self._peak = peak
 
     def after_training(self, run: Run) -> None:
+        """Print where the files of the run are, and its peak memory."""
         latest = run.checkpointer.latest()
         used = peak_memory(run.context.device)
         if self._peak:
@@ -111,6 +112,7 @@ class SummaryHook(Hook):
 
 
 def _describe_memory(peak: PlannedPeak, used: int, *, on_cpu: bool) -> str:
+    """Planned and measured peak memory, in one line."""
     planned = f"planned {describe_bytes(peak.planned)} per rank"
     measured = f"measured at most {describe_bytes(used)}"
     if on_cpu:
@@ -157,6 +159,7 @@ class ReportHook(Hook):
 
 
 def _write_report(run: Run) -> None:
+    """Write the report on the first rank; a failure is a warning."""
     if not run.context.control.is_first:
         return
     # imported here: it would only delay the start of a run

@@ -84,6 +84,7 @@ class DebugNanHook(Hook):
         self._finding: Finding | None = None
 
     def before_training(self, run: Run) -> None:
+        """Watch inputs, outputs and gradients of all modules."""
         for stage in run.stages.values():
             for module_name, module in stage.named_modules():
                 name = module_name or "the stage"
@@ -129,6 +130,7 @@ class DebugNanHook(Hook):
     def _after_forward(
         self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str
     ) -> None:
+        """Check the output of a module now, and the gradient of it in the backward."""
         output = inputs_and_output[-1]
         for tensor in filter(torch.is_tensor, tree_leaves(output)):
             self._check(tensor.detach(), f"the output of {name}", run=run)
@@ -137,6 +139,7 @@ class DebugNanHook(Hook):
                 tensor.register_hook(partial(self._check, what=what, run=run))
 
     def _check(self, tensor: Tensor, what: str, *, run: Run) -> None:
+        """Note a tensor if it is the first one of this rank that is not finite."""
         if self._finding is not None or not tensor.is_floating_point():
             return
         if bool(torch.isfinite(tensor).all()):

@@ -65,6 +65,7 @@ class GoodputHook(Hook):
         self._times: RunTimes | None = None
 
     def before_training(self, run: Run) -> None:
+        """Read the times of earlier starts from the run folder."""
         if not run.context.control.is_first:
             return
         self._times = RunTimes.read(run.folder.path, step=run.state.step)
@@ -81,6 +82,7 @@ class GoodputHook(Hook):
         self._times.restarts = restarts
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Count the step, and set the goodput of its report."""
         if self._times is None:
             return
         times = self._times

@@ -90,6 +90,7 @@ class TimeoutHook(Hook):
         self._timeout_s: float | None = timeout_s  # None once it is set
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """Set the timeout after the first step."""
         if self._timeout_s is None:
             return
         run.context.set_timeout(self._timeout_s)

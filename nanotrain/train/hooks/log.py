@@ -107,6 +107,7 @@ class LogHook(Hook):
         self._first_end = self._first_end or (report.step, time.monotonic())
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Write the row of the step; print a line at the interval."""
         if self._metrics is None:
             return
         self._metrics.append(report.to_json())
@@ -115,6 +116,7 @@ class LogHook(Hook):
             self._print_line(run)
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
+        """Write the row of the spike, then set it and later rows aside."""
         if self._metrics is None:
             return
         self._metrics.append(report.to_json())
@@ -316,6 +318,7 @@ def _clock(seconds: float) -> str:
 
 
 def _describe_skips(reports: Sequence[StepReport]) -> str:
+    """The number of skipped steps, and the ranks at fault."""
     skipped = sum(report.output.skipped for report in reports)
     if not skipped:
         return ""

@@ -106,6 +106,7 @@ class NotifyHook(Hook):
         self._send("start", f"starts on {count_of(run.context.topology.world_size, 'rank')}")
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Send a message if the loss of the step is a spike."""
         if self._sender is None:
             return
         self._keep_facts(report)
@@ -136,6 +137,7 @@ class NotifyHook(Hook):
             self._sender.close()
 
     def _send(self, event: str, happened: str) -> None:
+        """Send one message on the run."""
         if self._sender is None:
             return
         facts = self._facts

@@ -34,6 +34,7 @@ class ProfileHook(Hook):
         self._profiler: profile | None = None
 
     def before_training(self, run: Run) -> None:
+        """Start the profiler if the first step is profiled."""
         first = run.state.step + 1
         last = run.config.train.profile_step_end
         if first > last and run.context.control.is_first:
@@ -56,6 +57,7 @@ class ProfileHook(Hook):
             self._profiler.stop()
 
     def _start_before(self, run: Run, *, step: int) -> None:
+        """Start the profiler before the first profiled step."""
         train = run.config.train
         is_profiled = train.profile_step_start <= step <= train.profile_step_end
         if self._profiler is None and is_profiled and is_recorded(train, run.context):

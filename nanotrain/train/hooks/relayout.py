@@ -26,6 +26,7 @@ class RelayoutHook(Hook):
     """
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """Take a request at a logged step, and end the run for its successor."""
         if not report.is_logged:
             return
         try:

@@ -87,6 +87,7 @@ class StragglerHook(Hook):
         self._hosts = gather_object(platform.node(), run.context.control) or []
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Warn of ranks that have become stragglers."""
         if not report.busy_s or not self._hosts:
             return
         # times of the step before

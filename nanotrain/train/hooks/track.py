@@ -27,6 +27,7 @@ class TrackHook(Hook):
         self._trackers: dict[str, Tracker] = {}
 
     def begin_writing(self, run: Run, *, step: int) -> None:
+        """Open the trackers on the first rank."""
         if not run.context.control.is_first:
             return
         for name in enabled_trackers(run.config.train):
@@ -44,6 +45,7 @@ class TrackHook(Hook):
                 tracker.close(failed=failed)
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Write the metrics of the step to every tracker."""
         if not self._trackers:
             return
         values = _flat_metrics(report.to_json())

@@ -24,7 +24,7 @@ PREFIX = "fp8/"  # names of the histories in a checkpoint begin with it
 
 
 class Fp8Amaxes(StepPart):
-    """The amax histories of this rank's stages, equal on all ranks of a stage."""
+    """Updates and saves the amax histories of this rank's stages, equal on all ranks of a stage."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._stages = model.stages
@@ -52,6 +52,7 @@ class Fp8Amaxes(StepPart):
                     module.kept = None
 
     def tensors(self) -> dict[TensorBox, Tensor]:
+        """The histories by their names in checkpoints."""
         tensors = {}
         for name, layer in self._layers().items():
             if layer.history is not None:

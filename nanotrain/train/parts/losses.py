@@ -21,7 +21,7 @@ from nanotrain.train.parts.since_logged import SinceLogged
 
 
 class MTPLosses(StepPart):
-    """Losses of multi-token prediction, scaled in the forward pass by global token counts."""
+    """Scales the losses of multi-token prediction by global token counts, and logs them."""
 
     def __init__(self, model: BuiltModel) -> None:
         mtp = model.config.model.mtp
@@ -59,6 +59,7 @@ class MTPLosses(StepPart):
         return {"mtp_scales": tuple(factor * total / num_tokens for num_tokens in self._num_tokens)}
 
     def sums(self, *, is_logged: bool) -> Tensor:
+        """[layers], the losses of the step; resets them."""
         none = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
         sums = torch.stack([layer.loss_sum for layer in self._layers]) if self._layers else none
         for layer in self._layers:
@@ -74,7 +75,7 @@ class MTPLosses(StepPart):
 
 
 class IndexerLoss(SinceLogged):
-    """Mean divergence of indexers over layers and tokens since the last logged step, unscaled."""
+    """Logs the divergence of indexers, a mean over layers and tokens since the last logged step."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._device = model.context.device
@@ -91,6 +92,7 @@ class IndexerLoss(SinceLogged):
         return dsa is not None and bool(dsa.loss_coeff)
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
+        """[2], divergences and tokens since the last logged step; resets them."""
         if not is_logged:
             return None
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -104,7 +106,7 @@ class IndexerLoss(SinceLogged):
 
 
 class SourceLosses(SinceLogged):
-    """The mean loss on each corpus since the last logged step."""
+    """Logs the mean loss on each corpus since the last logged step."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._names = source_names(model.dataset)  # in the order of `Batch.source_ids`
@@ -123,6 +125,7 @@ class SourceLosses(SinceLogged):
         return bool(source_names(model.dataset))
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
+        """Losses and tokens of every corpus since the last logged step; resets them."""
         if not is_logged:
             return None
         taken = self._sums.flatten().clone()

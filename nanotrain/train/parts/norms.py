@@ -30,7 +30,7 @@ Boxes = Mapping[TensorBox, Tensor]
 
 
 class ParamsNorm(StepPart):
-    """The norm of the main params and the number of zeros in the gradients."""
+    """Logs the norm of the main params and the number of zeros in the gradients."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._train = model.config.train
@@ -58,6 +58,7 @@ class ParamsNorm(StepPart):
         return torch.stack([total[0].sqrt(), total[1]])
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """`params_norm` and `num_zeros_in_grad`, where they are logged."""
         norm, num_zeros = numbers
         entries: dict[str, Any] = {}
         if self._train.log_params_norm:
@@ -68,7 +69,7 @@ class ParamsNorm(StepPart):
 
 
 class GroupNorms(StepPart):
-    """Norms by group of parameters."""
+    """Logs norms of weights, gradients and updates by group of parameters."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._optimizer = model.optimizer
@@ -100,6 +101,7 @@ class GroupNorms(StepPart):
         return torch.cat([sums.sqrt() / update.loss_scale, squares.sqrt()])
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
+        """`norms`: norms by kind and group."""
         values = iter(numbers)
         norms = {}
         for kind in KINDS:

@@ -45,7 +45,10 @@ class QKClip(StepPart):
         return model.config.optim.qk_clip
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """Two all-reduces of one number per layer and head of each stage."""
+        """Scale the weights of heads with large logits.
+
+        Two all-reduces per stage, of one number per layer and head.
+        """
         model = self._model
         config = model.config.optim
         shape = model.plan.shape
@@ -61,7 +64,7 @@ class QKClip(StepPart):
 
 
 class MaxAttentionLogit(SinceLogged):
-    """The largest attention logit."""
+    """Logs the largest attention logit since the last logged step."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._context = model.context
@@ -74,6 +77,7 @@ class MaxAttentionLogit(SinceLogged):
         return model.config.train.log_max_attention_logit
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        """[1], the largest logit on any rank since the last logged step; empty in other steps."""
         if not is_logged:
             return sums
         largest = torch.full((1,), -torch.inf, device=self._context.device)

@@ -17,7 +17,10 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class QuantileBalance(StepPart):
-    """The routers of this rank's stages; their biases are saved with the router statistics."""
+    """Sets the expert biases of this rank's routers to quantiles of the biases that tokens require.
+
+    The biases are in a checkpoint as tensors of `RouterBalance`.
+    """
 
     def __init__(self, model: BuiltModel) -> None:
         moe = model.config.model.moe
@@ -44,7 +47,10 @@ class QuantileBalance(StepPart):
         return moe is not None and moe.balances_quantiles
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """Two all-reduces of the counts of a stage; a skipped step leaves the biases."""
+        """Update the biases from the counts of the step; a skipped step leaves them.
+
+        Two all-reduces of the counts.
+        """
         if not self._routers:
             return sums
         counts = torch.stack([_counts_of(router) for router in self._routers])

@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 
 class RankCapacity(StepPart):
-    """The most tokens that a rank had for another rank of ep in one microbatch, layer by layer.
+    """Repeats a step in which a rank had too many tokens for another rank of ep.
 
     The outputs of a rank with too many are NaN (`PaddedTokenDispatcher`), and so is the gradient
     norm of the step. It changes nothing, and is taken again with exact sizes.

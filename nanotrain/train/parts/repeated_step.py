@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class RepeatedStep(StepPart):
-    """Steps that are taken again because their loss was not finite."""
+    """Repeats a step whose loss is not finite, and logs whether the fault was transient."""
 
     may_repeat = True
 

@@ -20,7 +20,7 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class RouterBalance(StepPart):
-    """The routers of all stages of the model; their statistics form one vector."""
+    """Sums the statistics of all routers of the model, updates expert biases and logs balance."""
 
     def __init__(self, model: BuiltModel) -> None:
         moe = model.config.model.moe
@@ -60,6 +60,7 @@ class RouterBalance(StepPart):
         return torch.cat(sums)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        """Update the expert biases, unless the step was skipped."""
         for name, router_sums in zip(self._names, sums.view(-1, self._length), strict=True):
             if self._moves_biases and name in self._routers and name not in self._frozen:
                 moved = torch.where(update.skipped, 0.0, router_sums[: -len(SCALARS)])

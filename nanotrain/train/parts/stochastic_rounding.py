@@ -20,7 +20,7 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class StochasticRounding(StepPart):
-    """The random words of the layers of this rank's stages."""
+    """Gives the layers of this rank's stages their random words for stochastic rounding."""
 
     def __init__(self, model: BuiltModel) -> None:
         for stage in model.plan.stages:

@@ -24,7 +24,7 @@ TRAINED_KINDS = {"optimizer", "ema"}  # kinds of tensors that frozen parameters 
 
 
 class TrainedParams(StepPart):
-    """Which parameters are trained now, and which were trained in the checkpoint."""
+    """Reads a checkpoint in which other parameters were trained, and logs the change."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._now = model.plan.trainable

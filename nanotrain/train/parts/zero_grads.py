@@ -29,7 +29,7 @@ REPEATED = 2  # logged steps with zeros only before the warning
 
 
 class ZeroGrads(StepPart):
-    """The share of zeros in the gradient of each weight of fp8 products."""
+    """Logs weights of fp8 products with many zeros in their gradients."""
 
     def __init__(self, model: BuiltModel) -> None:
         fp8 = model.config.precision.fp8

@@ -27,7 +27,10 @@ def log_changed_lr(run: Run) -> None:
         log.info(
             "the learning rate of step %d is %.2e; with the settings of step-%08d it was %.2e "
             "(see the changed settings above)",
-            *(state.step + 1, now, state.step, before),
+            state.step + 1,
+            now,
+            state.step,
+            before,
         )
 
 

@@ -144,6 +144,7 @@ def require_room(run: Run, config: Config, *, world_size: int) -> None:
     context = run.context
 
     def lacking() -> list[float]:
+        """The bytes that this rank lacks, and the bytes that it needs."""
         needed = _held_bytes(run) + MEMORY_BYTES
         if context.rank < world_size:
             resident = plan_run(config, world_size, rank=context.rank).resident_bytes

@@ -305,6 +305,7 @@ def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
+    """The checkpoint before a damaged one; raises the error if there is none."""
     older = checkpointer.latest(below=step_of(start))
     if older is None:
         raise none_usable(start.parent, why=f"{start.name}: {error.what}: {error.why}") from error
@@ -370,6 +371,7 @@ def parse_train_state(manifest: Manifest) -> TrainState:
 
 
 def _parse_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved counters of the optimizer; ValueError for a wrong field."""
     saved = object_of(objects.get("optimizer"), "objects.optimizer")
     whole_number(saved.get("num_updates"), "objects.optimizer.num_updates")
     TrainedSets.from_json(saved)

@@ -47,6 +47,7 @@ class MlflowTracker:
         write_text(path, started.info.run_id)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record the numbers of a step; lists are left out."""
         row: dict[str, float] = {}
         for name, value in values.items():
             if not isinstance(value, list):

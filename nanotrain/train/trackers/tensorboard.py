@@ -23,6 +23,7 @@ class TensorBoardTracker:
         self._writer: Any = None  # opened by the first step, which is the first to purge
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record the numbers of a step, and lists as histograms."""
         if self._writer is None:
             self._writer = self._open(purge_step=step)
         for name, value in values.items():

@@ -48,6 +48,7 @@ class WandbTracker:
         log.info("wandb: %s", where)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record the numbers of a step, and lists as histograms."""
         row: dict[str, Any] = {}
         for name, value in values.items():
             row[name] = self._histogram(value) if isinstance(value, list) else value

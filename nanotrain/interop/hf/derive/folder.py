@@ -249,7 +249,10 @@ def _account_for(f: Findings, entry: str) -> None:
 
 
 def _is_used(f: Findings, entry: str, *, value: Any) -> bool:
-    """Whether code may use an entry; where nothing is compared, whether any of it names it."""
+    """Whether the code may use an entry.
+
+    Where no comparison with transformers follows, an entry that the code names anywhere counts.
+    """
     if f.source is None or entry in f.source.reads:
         return True
     if f.configuration is None:

@@ -132,6 +132,7 @@ class _Namer:
         self.f.row["layers"] |= self._rows(name)
 
     def _rows(self, name: ModuleName) -> dict[str, dict[str, object] | str]:
+        """The value of the row for each module of a tensor."""
         is_mla = "deepseek_mla" in self.f.row["from"]
         rotary = ROTARY_MLA if is_mla else ROTARY
         rows = {}

@@ -142,6 +142,7 @@ class Vocabulary:
         return vocabulary
 
     def _add(self, module: str, name: HFName) -> None:
+        """Count one name of a known family."""
         module = module.removesuffix(".weight").removesuffix(".bias")
         modules = tuple(name.fused) or (module,)
         is_interleaved = tuple(name.interleaved) != Interleave()
