@@ -57,7 +57,9 @@ def test_different_tokenizers_are_an_error(corpora: dict[str, str]) -> None:
         match=f"{ab} and {ba} were prepared with different tokenizers: .*; .* {ba} with",
     ):
         build(data_path=["0.5", ab, "0.5", ba])
-    with pytest.raises(ConfigError, match=f"those are {ab}.tokenizer and bytes, in which"):
+    with pytest.raises(
+        ConfigError, match=f"stands for different texts in {ab}.tokenizer and bytes"
+    ):
         build(data_path=[ab, letters])
     with pytest.raises(ConfigError, match=f"{ab} and {ba} were"):
         build(train_data_path=[ab], valid_data_path=[ba])
