@@ -178,11 +178,9 @@ def take_back_step(run: Run, batch: GlobalBatch) -> None:
     run.optimizer.loss_scale.take_back()
     for part in run.parts:
         part.take_back()
-    fp8 = run.config.precision.fp8
-    if fp8 is not None and fp8.param_gather:
-        # they were cast with scales of the step
-        run.wait_for_params()
-        run.start_param_gather()
+    # the weights that travel may be cast with scales of the step
+    run.wait_for_params()
+    run.start_param_gather()
 
 
 def forward_backward(run: Run, batch: GlobalBatch) -> Tensor:
