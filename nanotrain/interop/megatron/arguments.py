@@ -20,6 +20,7 @@ from nanotrain.config.arguments import ALIASES
 from nanotrain.config.command_line import CommandLine, MegatronArgument, Setting
 from nanotrain.config.config import Config
 from nanotrain.config.flags import apply_aliases
+from nanotrain.config.hybrid_ratios import MAMBA_SPEC
 from nanotrain.config.load import compose_values
 from nanotrain.config.megatron import megatron, row_of
 from nanotrain.config.option import Entry, flag_of
@@ -71,6 +72,7 @@ def config_of_arguments(arguments: Mapping[str, Any], *, num_rows: int) -> Impor
         names.discard("num_query_groups")  # it has a default then
     for name in sorted(names):
         add_argument(line, name, value=arguments[name])
+    add_mamba(line, arguments)
     add_activation(line, arguments)
     add_setting(line, "vocab_size", value=num_rows)
     add_setting(line, "make_vocab_size_divisible_by", value=padding_multiple(arguments, num_rows))
@@ -205,6 +207,16 @@ def literal_text(value: Any) -> str:
             fix="use a checkpoint from a source that you trust",
         )
     return text
+
+
+def add_mamba(line: CommandLine, arguments: Mapping[str, Any]) -> None:
+    """Say that the layers are Mamba-2 where neither a pattern nor shares say what they are."""
+    flag = "--is-hybrid-model"
+    row = row_of(flag)
+    spec = arguments.get("spec")
+    is_mamba = isinstance(spec, list) and MAMBA_SPEC in spec
+    if row is not None and (is_mamba or arguments.get("is_hybrid_model") is True):
+        line.megatron.append(MegatronArgument(flag, row))
 
 
 def add_activation(line: CommandLine, arguments: Mapping[str, Any]) -> None:

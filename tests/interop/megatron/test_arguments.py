@@ -58,6 +58,22 @@ def test_data_types_and_lists() -> None:
     assert config_of(window_size=(5, 0)).model.window_size == 5
 
 
+def test_layers_of_mamba_by_their_shares() -> None:
+    """Runs before the pattern was stored, and runs of other models, whose shares are 0."""
+    shares = {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25}
+    spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    plain = {"hybrid_override_pattern": None, "is_hybrid_model": None}
+    layers = {
+        "MM*-": plain | shares,
+        "MMMM": plain | {"spec": spec, "hybrid_mlp_ratio": 0.0},
+        "M-*M": {"is_hybrid_model": True, "hybrid_attention_ratio": 0.0},
+    }
+    for pattern, changes in layers.items():
+        model = config_of("hybrid_buckets", **changes).model
+        assert model.hybrid_layer_pattern == pattern
+    assert config_of(hybrid_attention_ratio=0.0).model.hybrid_layer_pattern is None
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
