@@ -30,6 +30,7 @@ TP, EXPERTS = "--tensor-model-parallel-size 2", "--num-experts 8"
 MTP, TOKENS = "--mtp-num-layers 1", "--calculate-per-token-loss"
 CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
+FSDP, ZERO3 = "--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"
 FULL = "--recompute-granularity full"
 # id -> the arguments that are all needed; without any of them there is no such bug
 TRIGGERS: dict[str, tuple[str, ...]] = {
@@ -83,6 +84,8 @@ TRIGGERS: dict[str, tuple[str, ...]] = {
         "--dsa-indexer-loss-coeff 0.1",
     ),
     "mtp-gradients-lost-in-fp8-recompute": (MTP, FULL, "--fp8-format hybrid"),
+    "sharded-gradients-not-averaged": (FSDP, ZERO3, "--grad-reduce-in-bf16"),
+    "gradients-of-one-rank-doubled": (FSDP, ZERO3, "--data-parallel-size 1"),
     "dropout-of-sequence-parallel-ranks": (SP, TP, "--hidden-dropout 0.1"),
 }
 # other arguments with which a bug is there, and one beside which it is not
@@ -103,6 +106,11 @@ OTHERS: dict[str, tuple[tuple[str, ...], str]] = {
         (EXPERTS, TOKENS, "--moe-aux-loss-coeff 1e-2", CP),
         "--moe-router-load-balancing-type none",
     ),
+    "sharded-gradients-not-averaged": (
+        ("--use-custom-fsdp", ZERO3, "--no-gradient-reduce-div-fusion"),
+        TOKENS,
+    ),
+    "gradients-of-one-rank-doubled": ((FSDP, ZERO3, EXPERTS, EP, "--data-parallel-size 2"), ""),
     "muon-mixes-queries-and-gates": (
         ("--optimizer dist_muon", "--attention-output-gate"),
         "--muon-no-split-qkv",
@@ -130,7 +138,7 @@ def version_with(name: str) -> str:
 
 
 def test_every_bug_has_a_trigger_here():
-    assert len(TRIGGERS) == 23 and len(SCRIPTS) == 30  # numbers of docs/status.md
+    assert len(TRIGGERS) == 25 and len(SCRIPTS) == 30  # numbers of docs/status.md
     assert set(TRIGGERS) == {bug.id for bug in known_bugs()} and set(OTHERS) < set(TRIGGERS)
 
 
