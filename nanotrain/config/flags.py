@@ -77,6 +77,7 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
             else:
                 raise unexpected(argument, previous=previous, listed_by=listed_by)
         previous = argument
+    note_replaced_settings(line)
     apply_aliases(line)
     return line
 
@@ -277,6 +278,19 @@ def take_value(flag: str, rest: list[str]) -> str:
     if not rest or begins_argument(rest[0]):
         raise no_value(flag)
     return rest.pop(0)
+
+
+def note_replaced_settings(line: CommandLine) -> None:
+    """Note each setting that replaces an earlier one of its field by another value."""
+    settings: dict[str, Setting] = {}
+    for setting in line.settings:
+        earlier = settings.get(setting.key, setting)
+        if normalized(earlier) != normalized(setting):
+            text = f"{setting.text} replaces {earlier.text}"
+            if KEYS[setting.key].secret:
+                text = f"the last {KEYS[setting.key].flag} replaces the one before it"
+            line.overruled.append(f"{text}: of a field that is set twice, the last value counts")
+        settings[setting.key] = setting
 
 
 def apply_aliases(line: CommandLine) -> None:

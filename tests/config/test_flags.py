@@ -7,7 +7,7 @@ import pytest
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.load import load
-from nanotrain.config.schema import ENTRIES
+from nanotrain.config.schema import ENTRIES, KEYS
 
 
 def reply(*argv: str) -> dict[str, object]:
@@ -66,6 +66,30 @@ def test_a_negative_number_is_a_value():
 def test_yaml_is_chosen_with_and_without_a_plus():
     assert parse(["config=tiny"]).choices == parse(["+config=tiny"]).choices == {"config": "tiny"}
     assert parse(["model=llama7b", "config=x"]).choices == {"model": "llama7b", "config": "x"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "note"),
+    [
+        (["--lr", "1e-4", "--lr", "2e-4"], "--lr 2e-4 replaces --lr 1e-4: "),
+        (["optim.lr=1e-4", "--lr=2e-4"], "--lr 2e-4 replaces optim.lr=1e-4: "),
+        (["--shuffle", "--no-shuffle"], "--no-shuffle replaces --shuffle: "),
+        (["--data-path", "a", "--data-path", "b"], "--data-path b replaces --data-path a: "),
+    ],
+)
+def test_a_setting_that_replaces_another_one_is_noted(argv, note):
+    (line,) = parse(argv).overruled
+    assert line.startswith(note)
+
+
+def test_a_setting_that_is_repeated_is_not_noted():
+    assert not parse(["--lr", "1e-4", "optim.lr=1e-4", "--shuffle", "data.shuffle=True"]).overruled
+
+
+def test_a_secret_that_is_replaced_is_not_shown():
+    secret = next(entry for entry in KEYS.values() if entry.secret)
+    (line,) = parse([f"{secret.key}=first", f"{secret.key}=second"]).overruled
+    assert secret.flag in line and "first" not in line and "second" not in line
 
 
 def test_a_second_recipe_replaces_the_first_and_the_log_says_so():
