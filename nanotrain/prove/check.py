@@ -182,10 +182,7 @@ def _kind_of_stage(params: Any) -> tuple[Any, ...]:
 def _type_rank(plan: Plan, *, shapes: dict[Any, Any]) -> Seams:
     """Build the run of a rank and train a step with types."""
     axes = Axes.of(plan.topology, rank=plan.rank)
-    hidden = axes.masks["dp_cp"]
-    if plan.config.parallel.sequence_parallel:
-        hidden |= axes.masks["tp"]
-    recorder = TypedRecorder(axes, plan.rank, hidden_axes=hidden, shapes=shapes)
+    recorder = TypedRecorder(axes, plan.rank, shapes=shapes)
     seams = Seams(plan, axes, recorder)
     with (
         TemporaryDirectory() as folder,

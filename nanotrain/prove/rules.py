@@ -6,6 +6,7 @@ linear. Collectives are the only way back: a sum over an axis makes partial or v
 Sums of values that are equal already, and sums over shards of a gradient, are faults.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -23,7 +24,7 @@ from nanotrain.comm.recorder import (
     written_tensors,
 )
 from nanotrain.prove.axes import Axes
-from nanotrain.prove.types import ZERO, Segment, Type, TypeMap, extent_of, join
+from nanotrain.prove.types import ZERO, Piece, Type, TypeMap, join
 
 # operators whose results have no values yet, or zeros
 _EMPTY = {
@@ -41,11 +42,11 @@ _EMPTY = {
 }
 _FILLED = {"fill_", "full", "full_like", "new_full", "new_ones", "ones", "ones_like"}
 # operators that are linear in a partial sum
-_ADDITIONS = {"add", "add_", "cat", "stack", "sub", "sub_"}
+_ADDITIONS = {"add", "add_", "sub", "sub_"}
 _PRODUCTS = {"mul", "mul_", "div", "div_", "neg", "neg_"}
 _COPIES = {"_to_copy", "clone", "copy", "copy_", "sum", "contiguous"}
 _LINEAR = _ADDITIONS | _PRODUCTS | _COPIES
-_ELEMENTWISE = _LINEAR - {"cat", "stack", "sum"}
+_ELEMENTWISE = _LINEAR - {"sum"}
 
 
 class _Tensors(NamedTuple):
@@ -83,7 +84,6 @@ class TypedRecorder(Recorder):
     Args:
         axes: axes of the topology.
         rank: the rank.
-        hidden_axes: axes along which hidden states between pipeline stages vary.
         shapes: as for `Recorder`.
 
     Attributes:
@@ -93,18 +93,14 @@ class TypedRecorder(Recorder):
         num_operators: operators whose results have a type.
     """
 
-    def __init__(
-        self, axes: Axes, rank: int, *, hidden_axes: int, shapes: dict[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, axes: Axes, rank: int, *, shapes: dict[Any, Any] | None = None) -> None:
         super().__init__(shapes)
         self.axes = axes
         self.rank = rank
-        self._hidden_axes = hidden_axes
-        self._stages = axes.masks["pp"]
         self.types = TypeMap()
         self.faults: dict[str, None] = {}
         self.num_sums = 0
-        # messages that are received before the rank has sent its own, by ranks of their group
+        # messages that are received before the rank has sent its own, by ranks and size
         self._received: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,7 +161,7 @@ class TypedRecorder(Recorder):
                 self.types.set(target, _EQUAL)
         elif name == "_foreach_copy_":
             for target, source in zip(args[0], args[1], strict=True):
-                self._copy(source, target)
+                self.types.copy(source, target)
         elif name.startswith(("_foreach", "_fused")):
             self._type_lists([*args, *kwargs.values()], targets)
         elif targets:
@@ -175,15 +171,19 @@ class TypedRecorder(Recorder):
         self, name: str, args: Sequence[Any], *, operands: list[Tensor], targets: list[Tensor]
     ) -> None:
         """The types of what an operator on tensors returns or writes."""
+        target = targets[0]
         if name == "copy_":
-            self._copy(args[1], targets[0])
-        elif name in ("clone", "_to_copy"):
-            self._copy(args[0], targets[0])
+            self.types.copy(args[1], target)
+        elif name in ("clone", "_to_copy", "repeat"):
+            self.types.copy(args[0], target)
+            self.types.set_copies(target, _num_copies(name, args))
         elif name == "sum" and self._is_of_versions(args):
-            self._copy(args[0][0], targets[0])
-        elif name == "cat" and self._is_in_order(args, targets[0]):
-            self._concatenate(args[0], targets[0])
-        else:
+            self.types.copy(args[0][0], target)
+        elif name in ("cat", "stack"):
+            dim = args[1] if len(args) > 1 else 0
+            parts = args[0] if name == "cat" else [part.unsqueeze(dim) for part in args[0]]
+            self.types.concatenate(parts, target, dim=dim)
+        elif name != "_unsafe_view":  # whose result has the memory of its operand
             number = next((item for item in args if isinstance(item, (int, float))), None)
             self._type_values(name, operands, targets=targets, number=number)
 
@@ -192,12 +192,8 @@ class TypedRecorder(Recorder):
     ) -> None:
         """The types of results that depend on all operands."""
         if name in _ELEMENTWISE and any(map(self.types.is_mixed, operands)):
-            for target, segments in zip(
-                targets,
-                self._elementwise(name, operands, targets=targets, number=number),
-                strict=True,
-            ):
-                self.types.write(target, segments)
+            for target in targets:
+                self._type_elements(name, operands, target=target, number=number)
             return
         kinds = [kind for kind in map(self.types.of, operands) if kind is not ZERO]
         kind = self._combine(name, kinds, number=number) if operands else _EQUAL
@@ -262,118 +258,66 @@ class TypedRecorder(Recorder):
             if not is_in_place:
                 targets = written[index : index + 1]
             written_now = [item for item in targets if id(item) in written_ids]
-            kinds = self._elementwise(
-                "mul", [*operands, *common], targets=written_now, number=number
-            )
-            for target, segments in zip(written_now, kinds, strict=True):
-                self.types.write(target, segments)
+            for target in written_now:
+                self._type_elements("mul", [*operands, *common], target=target, number=number)
 
-    def _elementwise(
-        self, name: str, operands: Sequence[Tensor], *, targets: Sequence[Tensor], number: Any
-    ) -> list[list[Segment]]:
-        """The types of each target of an operator on elements, range by range."""
+    def _type_elements(
+        self, name: str, operands: Sequence[Tensor], *, target: Tensor, number: Any
+    ) -> None:
+        """The types of the result of an operator on elements, piece by piece."""
+        pieces_of = [self._pieces_like(operand, target) for operand in operands]
+        borders = {target.numel()}
+        for pieces in pieces_of:
+            borders |= {piece.first for piece in pieces}
         results = []
-        for target in targets:
-            borders = self._borders(operands, target)
-            segments = []
-            for low, high in pairwise(borders):
-                kinds = [self._kind_at(item, low=low, high=high, like=target) for item in operands]
-                start = extent_of(target).start
-                kind = self._combine(name, [item for item in kinds if item], number=number)
-                segments.append((start + low, start + high, kind))
-            results.append(segments)
-        return results
+        for first, last in pairwise(sorted(borders)):
+            kinds = []
+            for pieces in pieces_of:
+                kind = pieces[bisect_right(pieces, first, key=_last_element)].kind
+                if kind is not ZERO:
+                    kinds.append(kind)
+            results.append(Piece(first, last, self._combine(name, kinds, number=number)))
+        if results:
+            self.types.write(target, results)
 
-    def _borders(self, operands: Sequence[Tensor], target: Tensor) -> list[int]:
-        """Where the types of operands of the size of the target change, in its bytes from 0 on."""
-        borders = {0, target.nbytes}
-        for operand in operands:
-            if self._is_alike(operand, target):
-                start = extent_of(operand).start
-                for first, last, _ in self.types.segments(operand):
-                    for byte in (first, last):
-                        borders.add((byte - start) * target.itemsize // operand.itemsize)
-        return sorted(borders)
-
-    def _kind_at(self, tensor: Tensor, *, low: int, high: int, like: Tensor) -> Type | None:
-        """The type of the elements of a tensor at bytes [low, high) of another one."""
-        if not self._is_alike(tensor, like):
-            return self.types.of(tensor)
-        flat = tensor.view(-1)[low // like.itemsize : high // like.itemsize]
-        return self.types.of(flat)
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        """A copy has the types of its source, range by range where both are dense."""
-        if not self.types.is_mixed(source):
-            self.types.set(target, self.types.of(source))
-            return
-        segments = self.types.segments(source)
-        if len({kind for _, _, kind in segments}) < 2 or not self._is_alike(source, target):
-            self.types.set(target, self.types.of(source))
-            return
-        start = extent_of(source).start
-        self._write_from(target, segments, start=start, itemsize=source.itemsize)
-
-    def _is_alike(self, source: Tensor, target: Tensor) -> bool:
-        """Whether two tensors have the same number of elements, in order of memory."""
-        is_contiguous = source.is_contiguous() and target.is_contiguous()
-        return is_contiguous and source.numel() == target.numel()
-
-    def _is_in_order(self, args: Sequence[Any], target: Tensor) -> bool:
-        """Whether a concatenation puts tensors after each other in memory."""
-        return (len(args) < 2 or args[1] == 0) and target.is_contiguous()
+    def _pieces_like(self, operand: Tensor, target: Tensor) -> list[Piece]:
+        """The pieces of an operand, one if it is broadcast to the size of the target."""
+        if operand.numel() == target.numel():
+            return self.types.pieces(operand)
+        return [Piece(0, target.numel(), self.types.of(operand))]
 
     def _is_of_versions(self, args: Sequence[Any]) -> bool:
         """Whether rows are added, each the version that one rank has of the same gradients."""
         is_of_rows = len(args) > 1 and list(args[1]) == [0] and args[0].is_contiguous()
-        kinds = [kind for _, _, kind in self.types.segments(args[0])]
-        return is_of_rows and any(kind is not ZERO and kind.factor is not None for kind in kinds)
+        return is_of_rows and self._has_gradients(args[0])
 
-    def _concatenate(self, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Tensors after each other in memory, each with its types."""
-        first = 0
-        for source in sources:
-            if source.numel():
-                flat = target.view(-1)[first : first + source.numel()]
-                self._copy(source, flat)
-                first += source.numel()
-
-    def _write_from(
-        self, target: Tensor, segments: Sequence[Segment], *, start: int, itemsize: int
-    ) -> None:
-        """Give a dense tensor the types of the bytes of another one from `start` on."""
-        first = extent_of(target).start
-        moved = []
-        for segment in segments:
-            begin = first + (segment[0] - start) * target.itemsize // itemsize
-            end = first + (segment[1] - start) * target.itemsize // itemsize
-            moved.append((begin, end, segment[2]))
-        if moved:
-            self.types.write(target, moved)
+    def _has_gradients(self, tensor: Tensor) -> bool:
+        """Whether gradients that are being reduced are among the elements of a tensor."""
+        kinds = [piece.kind for piece in self.types.pieces(tensor)]
+        return any(kind is not ZERO and kind.factor is not None for kind in kinds)
 
     def _all_reduce(self, call: Call, tensors: _Tensors) -> None:
         (tensor,) = tensors.outputs
         reduced = []
-        for start, stop, kind in self.types.segments(tensor):
-            reduced.append((start, stop, self._reduced(kind, call)))
-        if reduced:
-            self.types.write(tensor, reduced)
+        for piece in self.types.pieces(tensor):
+            reduced.append(piece._replace(kind=self._reduced(piece.kind, call)))
+        self.types.write(tensor, reduced)
 
     def _reduce_scatter(self, call: Call, tensors: _Tensors) -> None:
         (tensor,) = tensors.inputs
         (output,) = tensors.outputs
         mask = self.axes.mask(call.ranks)
-        index = call.ranks.index(self.rank)
-        start = extent_of(tensor).start + index * output.nbytes
-        stop = start + output.nbytes
+        start = call.ranks.index(self.rank) * output.numel()
         scattered = []
-        for first, last, kind in self.types.segments(tensor):
-            reduced = self._reduced(kind, call)
+        for piece in self.types.pieces(tensor):
+            reduced = self._reduced(piece.kind, call)
             if reduced is not None:
                 reduced = reduced._replace(varying=reduced.varying | mask)
-            if max(first, start) < min(last, stop):
-                scattered.append((max(first, start), min(last, stop), reduced))
-        self._write_from(output, scattered, start=start, itemsize=tensor.itemsize)
+            first = max(piece.first - start, 0)
+            last = min(piece.last - start, output.numel())
+            if first < last:
+                scattered.append(Piece(first, last, reduced))
+        self.types.write(output, scattered)
 
     def _reduced(self, kind: Type | None, call: Call) -> Type | None:
         """The type of a sum over a group; checks that the sum is one of different values."""
@@ -410,32 +354,51 @@ class TypedRecorder(Recorder):
         (tensor,) = tensors.inputs
         (output,) = tensors.outputs
         mask = self.axes.mask(call.ranks)
-        kind = self.types.of(tensor)
-        known = self.types.segments(output)
-        if kind is not ZERO:
-            kind = kind._replace(varying=kind.varying & ~mask, partial=kind.partial & ~mask)
-        if len(known) < 2:  # not a flat buffer of several parameters
-            self.types.set(output, kind)
+        known = {piece.kind for piece in self.types.pieces(output)} - {ZERO}
+        if len(known) < 2:
+            self._set_gathered(output, tensor, mask=mask)
             return
+        # a flat buffer: the shards of other ranks are of other parameters
         index = call.ranks.index(self.rank)
-        self._copy(tensor, output.view(-1)[index * tensor.numel() :][: tensor.numel()])
+        self.types.copy(tensor, output.view(-1)[index * tensor.numel() :][: tensor.numel()])
         gathered = []
-        for start, stop, old in self.types.segments(output):
-            if old is not None:
-                old = old._replace(varying=old.varying & ~mask)
-            gathered.append((start, stop, old))
+        for piece in self.types.pieces(output):
+            kind = piece.kind
+            if kind is not ZERO:
+                kind = kind._replace(varying=kind.varying & ~mask)
+            gathered.append(piece._replace(kind=kind))
         self.types.write(output, gathered)
+
+    def _set_gathered(self, output: Tensor, tensor: Tensor, *, mask: int) -> None:
+        """The types of tensors of all ranks, after each other, that are alike on each rank."""
+        pieces = []
+        for start in range(0, output.numel(), max(tensor.numel(), 1)):
+            for first, last, kind in self.types.pieces(tensor):
+                if kind is not ZERO:
+                    kind = kind._replace(varying=kind.varying & ~mask, partial=kind.partial & ~mask)
+                pieces.append(Piece(start + first, start + last, kind))
+        if pieces:
+            self.types.write(output, pieces)
 
     def _all_to_all(self, call: Call, tensors: _Tensors) -> None:
         (tensor,) = tensors.inputs
-        kinds = [kind for _, _, kind in self.types.segments(tensor)]
-        if any(kind is not ZERO and kind.factor is not None for kind in kinds):
-            self._exchange_versions(call, tensors)
-            return
+        (output,) = tensors.outputs
+        mask = self.axes.mask(call.ranks)
         kind = self.types.of(tensor)
-        if kind is not ZERO:
-            kind = Type(kind.differs | self.axes.mask(call.ranks))
-        self.types.set(tensors.outputs[0], kind)
+        if self._has_gradients(tensor):
+            self._exchange_versions(call, tensors)
+        elif kind is ZERO:
+            self.types.set(output, ZERO)
+        elif self._sends_copies(call, tensor):
+            # an all-gather of rows of uneven numbers
+            self.types.set(output, Type(kind.differs & ~mask))
+        else:
+            self.types.set(output, Type(kind.differs | mask))
+
+    def _sends_copies(self, call: Call, tensor: Tensor) -> bool:
+        """Whether every rank is sent the same."""
+        sent = set(call.splits[0]) if call.splits else set()
+        return self.types.num_copies(tensor) == len(call.ranks) and len(sent) < 2
 
     def _exchange_versions(self, call: Call, tensors: _Tensors) -> None:
         """An all-to-all of gradients: the first half of a reduce-scatter, whose sum follows."""
@@ -445,32 +408,32 @@ class TypedRecorder(Recorder):
             self._reduce_scatter(call, _Tensors(tensors.inputs, [row]))
 
     def _send(self, call: Call, tensors: _Tensors) -> None:
-        """A message to another rank; the same ranks of other groups send theirs.
+        """A message in a ring: what this rank has received has the type of what it sends.
 
-        Between stages its type must be the one that the receiver assumes. In a ring, what this rank
-        has received has the type of what it sends.
+        Messages between stages have the types of messages.py.
         """
         (tensor,) = tensors.inputs
-        mask = self.axes.mask(call.ranks)
         kind = self.types.of(tensor)
-        if kind is ZERO:
-            return
-        if mask == self._stages:
-            wrong = kind.differs & ~mask & ~self._hidden_axes
-            if wrong:
-                axis = self.axes.describe(wrong)
-                self.fault(
-                    f"a stage sends hidden states or gradients that vary over {axis}, where they "
-                    f"should be equal, at {call.place}"
-                )
-            return
         waiting = self._received.get((call.ranks, tensor.numel()))
-        if waiting:
-            self.types.set(waiting.pop(0), Type(kind.differs | mask))
+        if waiting and kind is not ZERO:
+            self.types.set(waiting.pop(0), Type(kind.differs | self.axes.mask(call.ranks)))
 
     def _receive(self, call: Call, tensors: _Tensors) -> None:
         (tensor,) = tensors.outputs
-        mask = self.axes.mask(call.ranks)
-        if mask != self._stages:
+        if self.axes.mask(call.ranks) != self.axes.masks["pp"]:
             self._received.setdefault((call.ranks, tensor.numel()), []).append(tensor)
-        self.types.set(tensor, Type(self._hidden_axes | mask))
+        self.types.set(tensor, Type(self.axes.world))
+
+
+def _num_copies(name: str, args: Sequence[Any]) -> int:
+    """The equal parts of a copy along its first dim: of an expanded tensor, or a repeated one."""
+    if name == "repeat":
+        times, *inner = args[1]
+        is_alike = len(args[1]) == args[0].ndim and all(number == 1 for number in inner)
+        return times if is_alike else 1
+    is_expanded = args[0].ndim > 0 and args[0].stride(0) == 0
+    return args[0].shape[0] if is_expanded else 1
+
+
+def _last_element(piece: Piece) -> int:
+    return piece.last

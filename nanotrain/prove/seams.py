@@ -30,9 +30,11 @@ from nanotrain.optim.rule import UpdateStep
 from nanotrain.optim.state import BucketState, Replica
 from nanotrain.parallel.dp.bucket import Bucket, ParamBucket, Reduction
 from nanotrain.parallel.dp.layout import FlatRange
+from nanotrain.parallel.pp import executor
 from nanotrain.parallel.tp import loss
 from nanotrain.plan.plan import Plan
 from nanotrain.prove.axes import Axes, Digit
+from nanotrain.prove.messages import MessageTypes
 from nanotrain.prove.rules import TypedRecorder
 from nanotrain.prove.types import ZERO, Type, join
 from nanotrain.spec.params import LocalParam, ParamSpec, localize
@@ -75,6 +77,7 @@ class Seams:
 
     def _wrapped(self) -> list[tuple[object, str, Any]]:
         """Owner and name of the functions of the seams, and what wraps them."""
+        messages = MessageTypes(self.plan, axes=self.axes, recorder=self.recorder)
         return [
             # kernels whose stand-ins on the meta device compute nothing
             (functional, "rms_norm", lambda stand_in: _RMS_NORM),
@@ -93,6 +96,7 @@ class Seams:
             (DistributedOptimizer, "_scale_grads", self._scale_grads),
             (DistributedOptimizer, "_run_rules", self._run_rules),
             (step, "run_schedule", self._run_schedule),
+            (executor._Step, "start_transfers", messages.start_transfers),
             (MatrixUpdate, "run", self._matrix_update),
         ]
 
@@ -299,12 +303,13 @@ class Seams:
 
     def _check_counted_once(self, shard: Tensor) -> None:
         """Check that no other rank adds the same elements to the norm."""
-        for start, stop, kind in self.recorder.types.segments(shard):
-            if kind is ZERO or start == stop:
+        offset = int(shard.storage_offset())
+        for first, last, kind in self.recorder.types.pieces(shard):
+            if kind is ZERO or first == last:
                 continue
             once = 0
             for part, mask in self._counted:
-                if _covers(part, shard, start=start, stop=stop):
+                if _covers(part, shard, first=offset + first, last=offset + last):
                     once |= mask
             several = self.axes.world & ~kind.differs & ~once & ~self._shards.get(kind.name, 0)
             if several:
@@ -322,8 +327,8 @@ class Seams:
     def _check_reduced(self, grads: Tensor) -> None:
         """Check that gradients are complete."""
         expected = 1 / self.plan.num_averaged_ranks
-        for start, stop, kind in self.recorder.types.segments(grads):
-            if kind is ZERO or start == stop:
+        for first, last, kind in self.recorder.types.pieces(grads):
+            if kind is ZERO or first == last:
                 continue
             if kind.factor is None:
                 self.recorder.fault("gradients reach the optimizer that no bucket has reduced")
@@ -458,9 +463,9 @@ def _without(tensor: Tensor, others: Sequence[Tensor], *, flat: Tensor) -> Itera
         yield flat[first:stop]
 
 
-def _covers(part: Tensor, shard: Tensor, *, start: int, stop: int) -> bool:
-    """Whether a flat tensor has bytes [start, stop) of the storage of another one."""
+def _covers(part: Tensor, shard: Tensor, *, first: int, last: int) -> bool:
+    """Whether a flat tensor has elements [first, last) of the storage of another one."""
     if part.untyped_storage()._cdata != shard.untyped_storage()._cdata:
         return False
-    first = part.storage_offset() * part.itemsize
-    return first <= start and stop <= first + part.nbytes
+    start = part.storage_offset()
+    return start <= first and last <= start + part.numel()

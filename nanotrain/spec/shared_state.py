@@ -31,6 +31,8 @@ class SharedState:
     is_outside: bool = False
     # the layer that keeps it saves it for its backward
     is_saved: bool = True
+    # every tp rank has its own heads; other state is equal on them, or sharded as hidden states
+    is_of_heads: bool = False
 
 
 def key_value_shapes(s: LayerSizes) -> Shapes:
@@ -51,7 +53,7 @@ def selection_shapes(s: LayerSizes) -> Shapes:
 
 
 SHARED: dict[str, SharedState] = {
-    "key_value": SharedState(key_value_shapes),
+    "key_value": SharedState(key_value_shapes, is_of_heads=True),
     "selection": SharedState(selection_shapes, is_saved=False),
     "layer_input": SharedState(layer_input_shapes, is_outside=True),
 }

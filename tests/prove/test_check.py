@@ -15,6 +15,13 @@ OPTIM = "--data-parallel-sharding-strategy optim"
 MUON = f"{OPTIM} --optimizer muon"
 # the numbers of its indexer are equal over tp
 SPARSE = "--multi-latent-attention --q-lora-rank 32 --experimental-attention-variant dsa"
+# keys and keys of the index, whose gradients are partial and equal over tp, are gathered together
+GATHERED = "--context-parallel-size 2 --cp-comm-type allgather"
+# a stage sends keys and values, of the heads of a tp rank, and inputs of layers, which are equal
+INPUTS = (
+    "--num-layers 4 --num-kv-shared-layers 2 --layer-input-size 8 --num-query-groups 4 "
+    "--window-size 4 --window-attn-skip-freq 2"
+)
 AVERAGE = "--ddp-average-in-collective"
 # summed by an all-to-all and a local sum
 BF16_GRADS = "--bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation"
@@ -32,6 +39,9 @@ def proof_of(line: str, world_size: int) -> Proof:
         (f"{EXPERTS} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 8),
         (f"{EXPERTS} {MUON} --num-distributed-optimizer-instances 2 {AVERAGE}", 8),
         (f"{DENSE} {TP} {SPARSE} --dsa-indexer-loss-coeff 0.01", 4),
+        (f"{DENSE} {TP} {SPARSE} --dsa-indexer-loss-coeff 0.01 {GATHERED}", 8),
+        (f"{EXPERTS} {TP} --add-bias-linear", 4),
+        (f"{DENSE} {TP} {INPUTS} --pipeline-model-parallel-size 2", 8),
         (f"{DENSE} {TP} {BF16_GRADS} --data-parallel-sharding-strategy optim_grads", 8),
     ],
 )

@@ -13,7 +13,6 @@ from nanotrain.topology.topology import Topology
 
 TP = (0, 1)
 DP = (0, 2)
-PP = (0, 4)
 TOPOLOGY = Topology.of(
     ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8
 )
@@ -24,7 +23,7 @@ IN_DP = AXES.masks["dp"]
 
 @pytest.fixture
 def recorder() -> TypedRecorder:
-    return TypedRecorder(AXES, 0, hidden_axes=IN_DP)
+    return TypedRecorder(AXES, 0)
 
 
 def typed(recorder: TypedRecorder, kind: Type | None, *shape: int) -> Tensor:
@@ -150,16 +149,54 @@ def test_gathered_shards_are_equal(recorder: TypedRecorder) -> None:
     assert [recorder.types.of(part) for part in full.split(4)] == [Type(), Type(IN_TP)]
 
 
-def test_what_is_sent_between_stages_is_equal_over_tp(recorder: TypedRecorder) -> None:
+def test_parts_of_a_gathered_tensor_keep_their_types(recorder: TypedRecorder) -> None:
+    key = typed(recorder, Type(IN_TP | IN_DP), 2, 3)
+    index_key = typed(recorder, Type(IN_DP), 2, 1)
+    with recorder:
+        joined = torch.cat((key, index_key), dim=-1)
+    gathered = torch.empty(2, 2, 4, device="meta")
+    recorder.add_call(call("all_gather", DP), inputs=[joined], outputs=[gathered])
+    with recorder:
+        full = torch.cat(gathered.unbind(), dim=0)
+        parts = full.split((3, 1), dim=-1)
+        scaled = parts[1].contiguous() * 2
+    assert [recorder.types.of(part) for part in parts] == [Type(IN_TP), Type()]
+    assert recorder.types.of(scaled) == Type()
+    grads = typed(recorder, Type(IN_TP | IN_DP), 2, 4, 4)
+    recorder.types.set(grads[..., 3:], Type(IN_DP))
+    local = torch.empty(1, 4, 4, device="meta")
+    recorder.add_call(call("reduce_scatter", DP), inputs=[grads], outputs=[local])
+    kinds = [recorder.types.of(part) for part in local.split((3, 1), dim=-1)]
+    assert kinds == [Type(IN_TP | IN_DP), Type(IN_DP)]
+
+
+def test_an_all_to_all_of_equal_parts_is_an_all_gather(recorder: TypedRecorder) -> None:
+    rows = typed(recorder, Type(IN_TP | IN_DP), 3, 4)
+    outputs = [torch.empty(6, 4, device="meta") for _ in range(4)]
+    with recorder:
+        repeated = rows.repeat(2, 1)
+        expanded = rows.expand(2, 3, 4).reshape(6, 4)
+        other = torch.cat((rows, rows * 2))
+        changed = rows.repeat(2, 1)
+        changed[3:] += 1
+    for sent, output in zip((repeated, expanded, other, changed), outputs, strict=True):
+        sends = call("all_to_all", TP)._replace(splits=((3, 3), (4, 2)))
+        recorder.add_call(sends, inputs=[sent], outputs=[output])
+    is_equal, is_other = Type(IN_DP), Type(IN_TP | IN_DP)
+    kinds = [recorder.types.of(output) for output in outputs]
+    assert kinds == [is_equal, is_equal, is_other, is_other]
+    # parts of other sizes than the copies
+    uneven = call("all_to_all", TP)._replace(splits=((2, 4), (3, 3)))
+    recorder.add_call(uneven, inputs=[repeated], outputs=[outputs[0]])
+    assert recorder.types.of(outputs[0]) == is_other
+
+
+def test_a_ring_passes_on_what_it_sends(recorder: TypedRecorder) -> None:
     received = torch.empty(4, device="meta")
-    recorder.add_call(call("receive", PP), inputs=[], outputs=[received])
-    assert recorder.types.of(received) == Type(IN_DP | AXES.masks["pp"])
-    recorder.add_call(call("send", PP), inputs=[received], outputs=[])
-    assert not recorder.faults
-    recorder.add_call(call("send", PP), inputs=[typed(recorder, Type(IN_TP))], outputs=[])
-    assert "a stage sends hidden states or gradients that vary over tp" in next(
-        iter(recorder.faults)
-    )
+    recorder.add_call(call("receive", DP), inputs=[], outputs=[received])
+    assert recorder.types.of(received) == Type(AXES.world)
+    recorder.add_call(call("send", DP), inputs=[typed(recorder, Type(IN_TP))], outputs=[])
+    assert recorder.types.of(received) == Type(IN_TP | IN_DP)
 
 
 def test_random_numbers_have_no_type(recorder: TypedRecorder) -> None:
