@@ -76,7 +76,10 @@ def _open_planned(
         config, inputs = with_planned_settings(
             config, inputs, start=start, explicit=loaded.explicit
         )
-        validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+        expected_dp = loaded.data_parallel_size
+        if generation is not None and generation.num_left:
+            expected_dp = None  # it is that of the ranks that were started
+        validate_for_world(config, world_size, expected_dp=expected_dp)
     memory = largest_memory(
         config,
         lambda phase_config: require_memory(
