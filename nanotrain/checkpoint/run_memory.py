@@ -28,6 +28,7 @@ class RunMemory:
 
     def __init__(self, folder: RunFolder, base: Path, *, control: Group) -> None:
         self.start: MemoryStart | None = None
+        self.is_start_newer = False  # whether the run folder has no checkpoint of that step
         self.hosts = gather_hosts(control)
         self._folder = folder
         self._base = base

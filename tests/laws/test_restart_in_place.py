@@ -4,11 +4,13 @@ stopped, and started again with fewer ranks.
 """
 
 import functools
+import glob
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from nanotrain.checkpoint import background
+from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.cli.launch import print_verdict
 from nanotrain.comm.generation_store import GenerationStore
 from nanotrain.comm.generations import PREFIX, SUPERVISED
@@ -58,11 +61,14 @@ class Trouble:
     how: str  # kill, stop or raise
     rank: int = 1
     step: int = 6
-    where: str = "step"  # step, restore, or memory save
+    where: str = "step"  # step, restore, memory save, or disk save in the background
     generations: Sequence[int] = (0,)
+    after: Path | None = None  # a file that is there before
 
     def strike(self) -> None:
         """End or stop this process, or raise an error."""
+        while self.after is not None and not glob.glob(str(self.after)):
+            time.sleep(0.01)
         if self.how == "raise":
             raise ValueError("a bit of bad luck")
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
@@ -73,13 +79,14 @@ def make_trouble(troubles: Sequence[Trouble], rank: int) -> None:
     train_step = trainer.train_step_with_repeats
     restore = build.restore
     copy = background.StagingBuffers.copy
+    write = Checkpointer._write
     newest: dict[str, int] = {"generation": -1, "step": 0}
 
     def meets(where: str) -> None:
         for trouble in troubles:
             is_there = (trouble.where, trouble.rank) == (where, rank)
             is_time = where != "step" or newest["step"] == trouble.step
-            is_time = is_time and (where != "memory save" or newest["step"] >= trouble.step)
+            is_time = is_time and ("save" not in where or newest["step"] >= trouble.step)
             if is_there and is_time and newest["generation"] in trouble.generations:
                 trouble.strike()
 
@@ -98,6 +105,11 @@ def make_trouble(troubles: Sequence[Trouble], rank: int) -> None:
         meets("memory save")
         return copy(*args, **options)
 
+    def written(*args: Any, **options: Any) -> Any:
+        meets("disk save")
+        return write(*args, **options)
+
+    Checkpointer._write = written  # type: ignore[method-assign]
     trainer.train_step_with_repeats = step
     build.restore = restored
     background.StagingBuffers.copy = copied
@@ -357,6 +369,20 @@ def test_a_rank_that_dies_in_a_save_to_memory_goes_on_from_the_save_before(
     assert [row["step"] for row in job.restarts] == [4]
     assert "resuming from memory: step-00000004" in job.output, job.output
     assert_same_to_the_bit(job.run, reference(2, ""))
+
+
+def test_the_last_step_is_saved_where_only_the_memory_of_the_hosts_has_it(
+    folder: Path, tmp_path: Path, reference: Callable[[int, str], Path]
+) -> None:
+    job = Job(folder / "last")
+    line = arguments(job.run, FLAGS, IN_PLACE, f"--async-save {MEMORY} {tmp_path}")
+    in_memory = tmp_path / "*/*/*/step-00000008/manifest.json"
+    job.train(line, Trouble("kill", step=8, where="disk save", after=in_memory))
+    assert not job.failed, job.output
+    assert job.started == [0, 1, 1]
+    assert "resuming from memory: step-00000008" in job.output, job.output
+    assert_same_to_the_bit(job.run, reference(2, ""))
+    assert not list(tmp_path.iterdir()), "the folders in memory are removed"
 
 
 def test_an_error_that_comes_twice_in_one_step_ends_the_run_with_its_verdict(

@@ -6,6 +6,8 @@
 If a periodic save fails for lack of space, training continues; the failure is counted and the next
 interval saves again, unless `--exit-on-save-failure` is set. If the last save fails, it is tried
 again in `--save-fallback-dir`; without that folder the run ends with exit code 2.
+
+A start that has no steps left saves the step that it has from the memory of ranks or hosts alone.
 """
 
 import time
@@ -28,6 +30,7 @@ GIVE_UP_S = 20.0
 class CheckpointHook(Hook):
     """Writes checkpoints."""
 
+    runs_always = True  # the last save may have failed
     runs_at_borders = True  # the next stage begins with its checkpoint
 
     def __init__(self) -> None:
@@ -43,7 +46,9 @@ class CheckpointHook(Hook):
 
     def before_training(self, run: Run) -> None:
         self._report = None  # a report from before does not count
-        if run.inputs.live is None:
+        memory = run.inputs.memory
+        is_in_memory_alone = memory is not None and memory.is_start_newer
+        if run.inputs.live is None and not is_in_memory_alone:
             self._saved_step = run.state.step  # a resumed step is already on disk
             self._saved_updates = run.optimizer.num_updates
 

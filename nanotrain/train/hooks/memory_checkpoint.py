@@ -9,7 +9,7 @@ import time
 
 from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.checkpoint.host_folder import remove_folder
-from nanotrain.checkpoint.memory_checkpointer import HostMemory, MemoryCheckpointer
+from nanotrain.checkpoint.memory_checkpointer import MemoryCheckpointer
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import NanotrainError
@@ -26,8 +26,9 @@ log = get_logger(__name__)
 class MemoryCheckpointHook(Hook):
     """Writes checkpoints into the memory of the hosts."""
 
+    runs_always = True  # a start that has no steps left removes the folders of the last one
+
     def __init__(self) -> None:
-        self._memory: HostMemory | None = None
         self._writer: MemoryCheckpointer | None = None
         self._content = SaveContent()
         self._has_saved = False
@@ -38,7 +39,6 @@ class MemoryCheckpointHook(Hook):
         memory = run.inputs.memory
         opened = memory.open()
         assert opened is not None, "the run has begun"
-        self._memory = opened
         self._writer = MemoryCheckpointer(
             opened,
             store=run.context.store,
@@ -81,11 +81,13 @@ class MemoryCheckpointHook(Hook):
     def after_training(self, run: Run) -> None:
         """Remove the folders: the last step is in the run folder."""
         self._finish(run)
-        if self._memory is None:
+        assert run.inputs.memory is not None, "`open_run` opens it"
+        memory = run.inputs.memory.open()
+        if memory is None:  # no step was ever done
             return
         barrier(run.context.control)
-        if self._memory.is_host_first:
-            remove_folder(self._memory.folder)
+        if memory.is_host_first:
+            remove_folder(memory.folder)
 
     def after_failure(self, run: Run) -> None:
         self._finish(run)

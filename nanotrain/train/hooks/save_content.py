@@ -10,6 +10,7 @@ from torch import Tensor
 from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.checkpoint.checkpointer import Content
 from nanotrain.checkpoint.compatibility import kind_of
+from nanotrain.checkpoint.store import read_manifest
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
 from nanotrain.data.mix import recorded_stages
@@ -33,7 +34,8 @@ class SaveContent:
 
         Args:
             run: run, after a step.
-            report: report of that step, for which the host waits; None if it does not count.
+            report: report of that step, for which the host waits; None if it does not count, or is
+                that of an earlier start.
         """
         topology = run.context.topology
         objects: dict[str, Any] = {
@@ -45,6 +47,8 @@ class SaveContent:
         if not run.config.data.mock_data:
             objects["data"] = _data_record(run).to_json()
         objects |= run_on_first(run.context.control, partial(self._facts_of_files, run))
+        if report is None:
+            objects |= run_on_first(run.context.control, partial(_last_step_of_start, run))
         return {
             "objects": objects,
             "config": to_dict(run.config),
@@ -75,6 +79,20 @@ def _finite_loss(report: StepReport | None) -> float | None:
     """The loss of a step, for which the host waits here; None if it is not finite."""
     loss = math.nan if report is None else report.output.loss
     return loss if math.isfinite(loss) else None
+
+
+def _last_step_of_start(run: Run) -> dict[str, Any]:
+    """What the checkpoint that the run goes on from has of its last step, if it is the present one.
+
+    It is saved again where only the memory of the hosts has it.
+    """
+    path = run.inputs.checkpoint
+    if path is None or run.inputs.memory is None or not run.inputs.memory.is_start_newer:
+        return {}
+    manifest = read_manifest(path)
+    if manifest.step != run.state.step or "last_step" not in manifest.objects:
+        return {}
+    return {"last_step": manifest.objects["last_step"]}
 
 
 def _first_sample(run: Run) -> int:

@@ -67,7 +67,10 @@ def _find(plan: Plan, inputs: RunInputs, *, memory: RunMemory) -> Path | None:
     accepts = partial(_refusal, plan=plan, stored=stored, memory=memory)
     at_least = 0 if stored is None else step_of(stored)
     memory.start = find_memory_start(hosts, at_least=at_least, accepts=accepts)
-    return None if memory.start is None else memory.start.path(hosts)
+    if memory.start is None:
+        return None
+    memory.is_start_newer = memory.start.step > at_least
+    return memory.start.path(hosts)
 
 
 def _refusal(manifest: Manifest, *, plan: Plan, stored: Path | None, memory: RunMemory) -> str:
