@@ -29,6 +29,7 @@ from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 from tests.harness import run_ranks
 from tests.laws.command_line import (
+    VOCAB_SIZE,
     arguments,
     assert_same_to_the_bit,
     run_command_lines,
@@ -101,12 +102,22 @@ class Flip(Hook):
         if report.step != self._step:
             return
         run.wait_for_params()
-        tensors = [buffer.param_buffer for buffer in run.data_parallel]
+        tensors = weights_of(run)
         if self._of_state:
             state = run.optimizer.state_tensors().items()
             tensors = [tensor for box, tensor in state if box.name.startswith("optimizer/")]
         if run.context.rank == self._rank:
             flip(self._draw, [tensor for tensor in tensors if tensor.any()])
+
+
+def weights_of(run: Run) -> list[Tensor]:
+    """The weights of a rank, without the padding of the vocabulary: no result depends on it."""
+    weights = []
+    for stage in run.stages.values():
+        for name, weight in stage.named_parameters():
+            num_rows = VOCAB_SIZE if name == "embedding.word.weight" else len(weight)
+            weights.append(weight.detach()[:num_rows])
+    return weights
 
 
 def flip(draw: random.Random, tensors: Sequence[Tensor]) -> None:
