@@ -4,6 +4,7 @@ A matrix product rounds by its shape, so all products of a run have the shape of
 layout. Ranks own whole blocks.
 
     num_weight_blocks     blocks of heads, inner widths and the vocabulary
+    num_expert_blocks     blocks of the inner width of an expert
     num_position_blocks   blocks of the positions of a sequence
     num_token_blocks      smaller blocks of positions, by which experts are computed
 """
@@ -14,6 +15,7 @@ from nanotrain.config.config import Config
 
 # More blocks allow more ranks; fewer and larger products are faster.
 MAX_WEIGHT_BLOCKS = 8
+MAX_EXPERT_BLOCKS = 4
 MAX_POSITION_BLOCKS = 4
 MAX_TOKEN_BLOCKS = 8  # of a block of positions
 
@@ -43,6 +45,16 @@ def sharded_sizes(config: Config) -> dict[str, int]:
         name = "moe_shared_expert_intermediate_size"
         sizes[name] = model.moe.shared_expert_intermediate_size
     return sizes
+
+
+def num_expert_blocks(config: Config) -> int:
+    """The largest power of two up to 4 that divides the inner width of an expert.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> num_expert_blocks(Config(model=ModelConfig(ffn_hidden_size=66)))
+    2
+    """
+    return largest_divisor([config.model.moe_ffn_size], limit=MAX_EXPERT_BLOCKS)
 
 
 def num_position_blocks(config: Config) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import Config
 from nanotrain.config.invariant import (
+    num_expert_blocks,
     num_position_blocks,
     num_token_blocks,
     num_weight_blocks,
@@ -34,7 +35,6 @@ from nanotrain.kernels.exact_sums import VECTOR_ELEMENTS, token_sum
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.ends import Embedding, Head
 from nanotrain.model.invariant_experts import (
-    InvariantExperts,
     use_blocked_logits,
     use_token_blocks,
 )
@@ -189,7 +189,8 @@ def _mlp(mlp: MLP, blocks: UnitBlocks) -> Callable[..., Tensor]:
 
 
 def _moe(layer: MoELayer, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    return use_token_blocks(layer)
+    layer.experts.activation = InWholeVectors(layer.experts.activation)
+    return use_token_blocks(layer, blocks)
 
 
 def _router(router: Router, blocks: UnitBlocks) -> Callable[..., Tensor]:
@@ -197,11 +198,6 @@ def _router(router: Router, blocks: UnitBlocks) -> Callable[..., Tensor]:
     if router.moe.router_score_function == "sigmoid":
         router.score = InWholeVectors(router.score)
     return use_blocked_logits(router, blocks.by_token_block())
-
-
-def _experts(experts: Experts, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    experts.activation = InWholeVectors(experts.activation)
-    return InvariantExperts(experts, blocks.by_token_block())
 
 
 def _as_built(layer: nn.Module, blocks: UnitBlocks) -> Callable[..., Tensor]:
@@ -222,7 +218,7 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     MLP: _mlp,
     MoELayer: _moe,
     Router: _router,
-    Experts: _experts,
+    Experts: _as_built,  # replaced with its layer
     GroupedLinear: _as_built,
     MultiLatentAttention: use_ordered_heads,
 }
@@ -240,6 +236,7 @@ def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
         num_tokens=max(sizes) * config.data.seq_length * num_losses,
         num_heads=config.model.num_attention_heads,
         tokens_per_block=config.data.seq_length // num_token_blocks(config),
+        num_expert_blocks=num_expert_blocks(config),
     )
 
 

@@ -12,32 +12,39 @@ Rows of tokens that chose other experts are zero.
     wgrad            the exact sum of such products (exact_sums.py)
     router           one product per token block
     outputs          of a token's experts are added in the order of its router, in fp32
+    over etp         one product per block of the inner width; sums over blocks are a fixed tree
 
 Every rank routes whole token blocks. The row of a token travels with it, as the bits of a whole
-number in further columns. Experts are not sharded over etp.
+number in further columns.
 
     T tokens of a rank   P permuted tokens   E local experts   H hidden   b positions of a block
     N products           C columns of a slot
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.kernels.exact_sums import UNITS, from_units
 from nanotrain.model.context import LayerContext
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.router import Router
-from nanotrain.parallel.ep.experts import Experts, GroupedLinear
+from nanotrain.parallel.ep.experts import Experts
 from nanotrain.parallel.ep.token_dispatcher import (
     AllToAllTokenDispatcher,
     LocalTokenDispatcher,
 )
-from nanotrain.parallel.tp.invariant import UnitBlocks, multiply, weight_gradient
+from nanotrain.parallel.tp.invariant import (
+    UnitBlocks,
+    multiply,
+    sum_over_blocks,
+    weight_gradient,
+)
 
 SLOT_BYTES = 4
 
@@ -56,20 +63,70 @@ class _Joined(torch.autograd.Function):
         return grads[0]
 
 
+@dataclass(frozen=True)
+class ProductBlocks:
+    """The blocks of matrices that ranks of etp share, those of outputs or, in a row, of inputs.
+
+    A sum over the blocks of all ranks is that of the first rank; the others have -0, which adds
+    nothing where the token dispatcher adds the ranks.
+    """
+
+    num_addends: int  # of a weight gradient
+    num_blocks: int = 1  # of this rank
+    group: Group = Group.single_rank("etp")
+    is_row: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dim of a weight [O, I] that has blocks."""
+        return 1 if self.is_row else 0
+
+    def sum_once(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The sum of the blocks of all ranks, on the first rank."""
+        total = sum_over_blocks(parts, self.group).to(dtype)
+        return total if self.group.is_first else torch.full_like(total, -0.0)
+
+    def multiply(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """[n, b, I], [O, I] -> [n, b, O]."""
+        matrices = matrix.chunk(self.num_blocks, dim=self.dim)
+        if self.is_row:
+            inputs = rows.chunk(self.num_blocks, dim=2)
+            pairs = zip(inputs, matrices, strict=True)
+            return self.sum_once([multiply(part, block.t()) for part, block in pairs], rows.dtype)
+        return torch.cat([multiply(rows, block.t()) for block in matrices], dim=2)
+
+    def input_gradient(self, grad: Tensor, matrix: Tensor) -> Tensor:
+        """[n, b, O], [O, I] -> [n, b, I]."""
+        matrices = matrix.chunk(self.num_blocks, dim=self.dim)
+        if self.is_row:
+            return torch.cat([multiply(grad, block) for block in matrices], dim=2)
+        pairs = zip(grad.chunk(self.num_blocks, dim=2), matrices, strict=True)
+        return self.sum_once([multiply(part, block) for part, block in pairs], grad.dtype)
+
+    def weight_gradient(self, scaled: Tensor, rows: Tensor) -> Tensor:
+        """[n, b, O] in units of the grid, [n, b, I] -> [O, I] fp64 in units."""
+        blocked = rows if self.is_row else scaled
+        parts = []
+        for block in blocked.chunk(self.num_blocks, dim=2):
+            operands = (scaled, block) if self.is_row else (block, rows)
+            parts.append(weight_gradient(*operands, num_addends=self.num_addends))
+        return torch.cat(parts, dim=self.dim)
+
+
 class _Products(torch.autograd.Function):
     """Products of rows [N, b, I] with the matrices [E, O, I] of their experts."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, counts: list[int], num_addends: int
+        ctx: Any, rows: Tensor, weight: Tensor, counts: list[int], blocks: ProductBlocks
     ) -> Tensor:
         """[N, b, I] -> [N, b, O]; `counts` [E] are the products of each expert, in order."""
         ctx.save_for_backward(rows, weight)
         ctx.counts = counts
-        ctx.num_addends = num_addends
+        ctx.blocks = blocks
         matrices = _matrices(weight, rows)
         parts = [
-            multiply(part, matrix.t())
+            blocks.multiply(part, matrix)
             for part, matrix in zip(rows.split(counts), matrices, strict=True)
         ]
         return torch.cat(parts)
@@ -82,7 +139,7 @@ class _Products(torch.autograd.Function):
         grad_rows = None
         if needs_dgrad:
             parts = [
-                multiply(part, matrix)
+                ctx.blocks.input_gradient(part, matrix)
                 for part, matrix in zip(
                     grads[0].split(ctx.counts), _matrices(weight, rows), strict=True
                 )
@@ -96,9 +153,7 @@ class _Products(torch.autograd.Function):
             inputs = rows.split(ctx.counts)
             for index, count in enumerate(ctx.counts):
                 if count:
-                    matrices[index] = weight_gradient(
-                        scaled[index], inputs[index], num_addends=ctx.num_addends
-                    )
+                    matrices[index] = ctx.blocks.weight_gradient(scaled[index], inputs[index])
             from_units(grad_weight)
         return grad_rows, grad_weight, None, None
 
@@ -110,19 +165,22 @@ def _matrices(weight: Tensor, like: Tensor) -> Tensor:
 
 
 class AppendSlots(nn.Module):
-    """Appends to every local token where it lies: its number among the tokens of all ranks of ep.
+    """Appends to every local token where it lies: its number among the tokens of all ranks.
 
     It takes the place of the projection of tokens before they are sent, which is the identity.
+
+    Args:
+        rank: index of this rank among those whose tokens the experts of a rank get.
     """
 
-    def __init__(self, ep_index: int) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self._ep_index = ep_index
+        self._rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H + C]."""
         num_tokens = x.shape[0] * x.shape[1]
-        first = self._ep_index * num_tokens
+        first = self._rank * num_tokens
         slots = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x.device)
         columns = slots[:, None].view(x.dtype).view(*x.shape[:2], -1)
         return torch.cat([x, columns], dim=-1)
@@ -156,6 +214,7 @@ class InvariantExperts:
 
     experts: Experts
     blocks: UnitBlocks
+    etp: Group  # ranks that share the matrices of experts
 
     def __call__(self, x: Tensor, offs: Tensor) -> Tensor:
         """Tokens with their slots [P, H + C], sorted by expert -> [P, H]."""
@@ -167,38 +226,42 @@ class InvariantExperts:
         num_rows = sum(plan.counts) * self.blocks.block_length
         rows = tokens.new_zeros((num_rows, tokens.shape[1])).index_copy(0, plan.rows, tokens)
         rows = rows.view(-1, self.blocks.block_length, tokens.shape[1])
-        multiply_by = partial(self._multiply, counts=plan.counts)
-        inner = multiply_by(experts.up, rows)
+        num_blocks = self.blocks.num_expert_blocks // self.etp.size
+        column = ProductBlocks(self.blocks.num_rows, num_blocks, self.etp)
+        row = replace(column, is_row=True)
+        inner = _Products.apply(rows, experts.up.weight, plan.counts, column)
         if experts.gate is None:
             inner = experts.activation(inner)
         else:
-            inner = experts.activation(multiply_by(experts.gate, rows), inner)
-        out = multiply_by(experts.down, inner)
+            gate = _Products.apply(rows, experts.gate.weight, plan.counts, column)
+            inner = experts.activation(gate, inner)
+        out = _Products.apply(inner, experts.down.weight, plan.counts, row)
         return out.flatten(0, 1).index_select(0, plan.rows)
-
-    def _multiply(self, layer: GroupedLinear, rows: Tensor, *, counts: Sequence[int]) -> Tensor:
-        """[N, b, I] -> [N, b, O]."""
-        out: Tensor = _Products.apply(rows, layer.weight, counts, self.blocks.num_rows)
-        return out
 
 
 def blocked_logits(hidden: Tensor, weight: Tensor, *, blocks: UnitBlocks) -> Tensor:
     """`router_logits` by token blocks: [B, S, H], [E, H] -> [B, S, E] fp32."""
     rows = hidden.float().reshape(-1, blocks.block_length, hidden.shape[2])
-    logits: Tensor = _Products.apply(rows, weight, [len(rows)], blocks.num_rows)
+    logits: Tensor = _Products.apply(rows, weight, [len(rows)], ProductBlocks(blocks.num_rows))
     return logits.view(*hidden.shape[:2], -1)
 
 
-def use_token_blocks(layer: MoELayer) -> Callable[..., Tensor]:
-    """Let an MoE layer send tokens with their slots; its forward."""
+def use_token_blocks(layer: MoELayer, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """Let an MoE layer send tokens with their slots, and its experts read them; its forward."""
     dispatcher = layer.dispatcher
-    index = 0
-    if type(dispatcher) is AllToAllTokenDispatcher:
-        index = dispatcher.ep.index
+    etp = Group.single_rank("etp")
+    rank = 0
+    name = type(dispatcher).__name__
+    if isinstance(dispatcher, AllToAllTokenDispatcher):
+        assert not dispatcher.has_padding, f"{name} sends rows without slots"
+        etp = dispatcher.etp
+        rank = dispatcher.ep.index * etp.size + etp.index
     else:
-        name = type(dispatcher).__name__
-        assert type(dispatcher) is LocalTokenDispatcher, f"{name} does not send slots"
-    layer.fc1_latent_proj = AppendSlots(index)
+        assert isinstance(dispatcher, LocalTokenDispatcher), f"{name} sends no slots"
+    layer.fc1_latent_proj = AppendSlots(rank)
+    layer.experts.forward = InvariantExperts(  # type: ignore[method-assign]
+        layer.experts, blocks.by_token_block(), etp
+    )
     start = layer.start
 
     def start_joined(hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:

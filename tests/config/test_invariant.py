@@ -2,7 +2,12 @@
 
 import pytest
 
-from nanotrain.config.invariant import num_position_blocks, num_weight_blocks, sharded_sizes
+from nanotrain.config.invariant import (
+    num_expert_blocks,
+    num_position_blocks,
+    num_weight_blocks,
+    sharded_sizes,
+)
 from tests.config.asking import config_of
 
 
@@ -22,6 +27,12 @@ def test_the_number_divides_heads_and_widths(
     )
     assert num_weight_blocks(config) == num_blocks
     assert sharded_sizes(config)["vocab_size with padding"] == 384
+
+
+@pytest.mark.parametrize(("width", "num_blocks"), [(64, 4), (66, 2), (63, 1)])
+def test_experts_are_in_at_most_four_blocks(width: int, num_blocks: int) -> None:
+    config = config_of(num_experts=4, moe_ffn_hidden_size=width, vocab_size=300)
+    assert num_expert_blocks(config) == num_blocks
 
 
 @pytest.mark.parametrize(("length", "num_blocks"), [(256, 4), (6, 2), (7, 1)])

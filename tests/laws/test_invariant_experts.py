@@ -32,6 +32,7 @@ LAYOUTS = [
     layout(2, 2, cp=2, kind="p2p", ep=2),
     layout(4, 1, strategy="optim_grads", ep=4),
     layout(4, 3, tp=2, strategy="optim_grads_params", ep=4, etp=1),
+    layout(4, 2, tp=2, sp=True, ep=2, etp=2),
 ]
 MORE_LAYOUTS = [
     layout(1, 2, memory="full"),
@@ -42,6 +43,10 @@ MORE_LAYOUTS = [
     layout(4, 2, tp=2, cp=2, sp=True, kind="allgather", ep=2, etp=1),
     layout(4, 2, pp=2, strategy="optim", ep=2),
     layout(4, 3, tp=4, sp=True, ep=4, etp=1),
+    layout(2, 4, tp=2, etp=2, memory="full"),
+    layout(4, 3, tp=2, etp=2, strategy="optim_grads_params"),
+    layout(4, 2, tp=4, sp=True, etp=4),
+    layout(8, 1, tp=2, cp=2, sp=True, ep=2, etp=2),
 ]
 
 

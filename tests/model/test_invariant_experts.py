@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.kernels.router_logits import router_logits
 from nanotrain.model.invariant_experts import (
     AppendSlots,
@@ -18,7 +19,8 @@ from nanotrain.parallel.ep.experts import Experts
 from nanotrain.parallel.tp.invariant import UnitBlocks
 
 NUM_EXPERTS, HIDDEN, WIDTH, BLOCK = 3, 20, 12, 4
-BLOCKS = UnitBlocks(1, BLOCK, num_tokens=64)
+BLOCKS = UnitBlocks(1, BLOCK, num_tokens=64, num_expert_blocks=2)
+ETP = Group.single_rank("etp")
 
 
 def build_experts(dtype: torch.dtype) -> Experts:
@@ -41,7 +43,7 @@ def outputs_of(
     ends = [sum(expert <= number for expert in chosen) for number in range(NUM_EXPERTS)]
     tokens = AppendSlots(0)(x[None])[0]
     rows = tokens[[slots[token] for token in order]]
-    out = InvariantExperts(experts, BLOCKS)(rows, torch.tensor(ends, dtype=torch.int32))
+    out = InvariantExperts(experts, BLOCKS, ETP)(rows, torch.tensor(ends, dtype=torch.int32))
     result = torch.empty_like(out)
     result[order] = out
     experts.zero_grad()
@@ -76,8 +78,8 @@ def test_experts_compute_what_plain_experts_do() -> None:
 def test_a_dispatcher_that_sends_no_slots_is_named() -> None:
     layer = nn.Module()
     layer.dispatcher = SimpleNamespace()
-    with pytest.raises(AssertionError, match="SimpleNamespace does not send slots"):
-        use_token_blocks(layer)
+    with pytest.raises(AssertionError, match="SimpleNamespace sends no slots"):
+        use_token_blocks(layer, BLOCKS)
 
 
 def test_slots_are_planned_without_tokens() -> None:

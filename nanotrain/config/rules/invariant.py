@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanotrain.config.invariant import (
+    num_expert_blocks,
     num_position_blocks,
     num_token_blocks,
     num_weight_blocks,
@@ -133,12 +134,6 @@ def _balances_microbatches(c: Settings) -> bool:
 
 
 EXPERTS: tuple[Unsupported, ...] = (
-    Unsupported(
-        "expert_tensor_parallel_size",
-        lambda c: c.etp > 1,
-        why="matrices of experts have no blocks that ranks own",
-        fix="set --expert-tensor-parallel-size 1, or leave --invariant out",
-    ),
     Unsupported(
         "moe_router_load_balancing_type",
         _balances_microbatches,
@@ -283,6 +278,8 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"two up to 8 that divides {sizes}; a rank owns whole blocks",
             fix=f"set --tensor-model-parallel-size to a divisor of {num_blocks}",
         )
+    if c.has_experts:
+        yield from _check_expert_blocks(c)
     has_replicated_weights = c.model.multi_latent_attention or bool(c.mtp.num_layers)
     if c.has_experts or (has_replicated_weights and c.parallel.sequence_parallel):
         yield from _check_token_blocks(c)
@@ -294,6 +291,19 @@ def check_invariant_blocks(c: Settings) -> Errors:
             f"largest power of two up to 4 that divides seq_length {c.data.seq_length}; a rank "
             "owns two chunks of whole blocks",
             fix=f"set --context-parallel-size to {max(1, num_blocks // 2)} or less",
+        )
+
+
+def _check_expert_blocks(c: Settings) -> Errors:
+    """Ranks of etp that own whole blocks of the matrices of experts."""
+    num_blocks = num_expert_blocks(c.config)
+    if num_blocks % c.etp != 0:
+        yield ConfigError(
+            f"invariant with expert_tensor_parallel_size {c.etp}",
+            why=f"products of experts are computed in {count_of(num_blocks, 'block')}, the largest "
+            f"power of two up to 4 that divides moe_ffn_hidden_size {c.model.moe_ffn_size}; a rank "
+            "owns whole blocks",
+            fix=f"set --expert-tensor-parallel-size to a divisor of {num_blocks}",
         )
 
 

@@ -211,7 +211,7 @@ class AllToAllTokenDispatcher:
         self._num_experts = num_experts
         self._num_local = num_experts // ep.size
         self.ep = ep
-        self._etp = etp
+        self.etp = etp
         self._options = options
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
@@ -267,9 +267,9 @@ class AllToAllTokenDispatcher:
             return start_differentiable_all_to_all(permuted, self.ep, **there)
 
         def finish(run_experts: RunExperts) -> Tensor:
-            permuted = all_gather_tokens(arriving.pop().wait(), self._etp, splits=splits.etp)
+            permuted = all_gather_tokens(arriving.pop().wait(), self.etp, splits=splits.etp)
             permuted = run_in_expert_order(permuted, splits, run_experts=run_experts)
-            permuted = reduce_scatter_tokens(permuted, self._etp, splits=splits.etp)
+            permuted = reduce_scatter_tokens(permuted, self.etp, splits=splits.etp)
             permuted = start_differentiable_all_to_all(permuted, self.ep, **back).wait()
             return unpermute(permuted, permutation, topk_weights=weights)
 
@@ -310,23 +310,23 @@ class AllToAllTokenDispatcher:
 
     def splits(self, numbers: list[int], counts: Tensor) -> Splits:
         """Split sizes from the counts of `start_counts`; `numbers` are the same on the host."""
-        return Splits.exact(numbers, counts, ep=self.ep, etp=self._etp)
+        return Splits.exact(numbers, counts, ep=self.ep, etp=self.etp)
 
     def empty_counts(self, sent: Tensor) -> Tensor:
         """[1 + etp, E] int32: counts sent, and received by each rank of etp."""
-        return sent.new_empty(1 + self._etp.size, self._num_experts)
+        return sent.new_empty(1 + self.etp.size, self._num_experts)
 
     def start_counts(self, sent: Tensor, counts: Tensor) -> Work[Tensor]:
         """Start an all-to-all of the token counts of this rank [E], which fills `counts`."""
         counts[0].copy_(sent)
-        received = counts[1 + self._etp.index]
+        received = counts[1 + self.etp.index]
         shares = [self._num_local] * self.ep.size
         work = start_all_to_all(
             received, counts[0], input_splits=shares, output_splits=shares, group=self.ep
         )
-        if self._etp.size > 1:
+        if self.etp.size > 1:
             work.wait()
-            work = start_all_gather_into(counts[1:], received, group=self._etp)
+            work = start_all_gather_into(counts[1:], received, group=self.etp)
         return work
 
 
@@ -394,7 +394,7 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         """Start an all-to-all of the token counts; the host does not wait for them."""
         counts = self.empty_counts(sent)
         work = self.start_counts(sent, counts)
-        return work.then(lambda _: Splits.padded(counts, num_rows, ep=self.ep, etp=self._etp))
+        return work.then(lambda _: Splits.padded(counts, num_rows, ep=self.ep, etp=self.etp))
 
     def _padded_inverse(
         self, topk_ids: Tensor, permutation: Permutation, *, starts: Tensor, rows_per_rank: int

@@ -52,6 +52,7 @@ from nanotrain.parallel.tp.region import LayerFunctions, TensorParallel
 # Smaller 16-bit products take another kernel where there are many of them (oneDNN), so they are
 # computed in fp32.
 MIN_16_BIT_PRODUCT = 16**3
+PRODUCT_ALIGNMENT = 16  # bytes
 PRODUCTS_AT_ONCE = 2**22  # elements of weight gradients before they are summed
 
 
@@ -64,6 +65,7 @@ class UnitBlocks:
     num_tokens: int  # of the largest global batch: the addends of a sum over tokens
     num_heads: int = 1  # of queries: norms of heads have so many addends per token
     tokens_per_block: int = 1  # positions of a token block, by which experts are computed
+    num_expert_blocks: int = 1  # of the inner width of an expert; a power of two
 
     @property
     def num_rows(self) -> int:
@@ -87,8 +89,15 @@ class UnitBlocks:
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
     """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape."""
     num_outputs = matrix.shape[-1]
-    if num_outputs == 1:  # a product with a vector has another kernel in a batch of one
-        matrix = F.pad(matrix, (0, 1))
+    # The kernel, and with it the bits, can depend on where the operands and the result of a product
+    # lie. Products of a batch follow one another, so their rows are filled up with zeros.
+    unit = PRODUCT_ALIGNMENT // rows.itemsize
+    padded_inputs = -rows.shape[2] % unit
+    padded_outputs = -num_outputs % unit
+    if padded_inputs:
+        rows = F.pad(rows, (0, padded_inputs))
+    if padded_inputs or padded_outputs:
+        matrix = F.pad(matrix, (0, padded_outputs, 0, padded_inputs))
     rows = in_one_form(rows)
     matrices = in_one_form(matrix).expand(len(rows), -1, -1)
     is_small = rows.shape[1] * matrix.shape[-1] * matrix.shape[-2] <= MIN_16_BIT_PRODUCT
@@ -96,7 +105,7 @@ def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
         products = torch.bmm(rows.float(), matrices.float()).to(rows.dtype)
     else:
         products = torch.bmm(rows, matrices)
-    return products[..., :num_outputs]
+    return products[..., :num_outputs].contiguous()
 
 
 def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:

@@ -55,10 +55,6 @@ def test_what_fits_passes() -> None:
             {"num_experts": 4, "add_bias_linear": True},
             "invariant with add_bias_linear: biases of experts and routers",
         ),
-        (
-            {"num_experts": 4, "tensor_model_parallel_size": 2},
-            "invariant with expert_tensor_parallel_size: matrices of experts",
-        ),
         ({"params_dtype": "fp16"}, "invariant with params_dtype fp16: the grid of the gradients"),
         (
             {"optimizer": "muon", "muon_tp_mode": "blockwise"},
@@ -100,6 +96,14 @@ def test_ranks_own_whole_blocks() -> None:
     (message,) = messages(context_parallel_size=4, seq_length=64)
     assert "in 4 blocks of positions" in message
     assert "--context-parallel-size to 2 or less" in message
+
+
+def test_ranks_own_whole_blocks_of_experts() -> None:
+    sizes = {"num_experts": 4, "moe_ffn_hidden_size": 66}
+    assert messages(**sizes, expert_tensor_parallel_size=2) == []
+    (message,) = messages(**sizes, expert_tensor_parallel_size=3)
+    assert "invariant with expert_tensor_parallel_size 3: products of experts are" in message
+    assert "in 2 blocks, the largest power of two up to 4" in message
 
 
 def test_no_row_holds_by_default() -> None:

@@ -134,3 +134,18 @@ def test_bits_do_not_depend_on_where_operands_lie(first: int) -> None:
         assert torch.equal(multiply(rows, part.t()), expected)
         assert torch.equal(multiply(shifted, weight.t()), expected)
         assert torch.equal(multiply(rows[:1], weight.t()), expected[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "inputs", "outputs"), [(3, 24, 6), (1, 64, 7), (3, 20, 10)])
+def test_a_product_has_the_same_bits_at_any_place_of_a_batch(
+    dtype: torch.dtype, length: int, inputs: int, outputs: int
+) -> None:
+    """Sizes at which torch's products differ with where their result lies (AVX2)."""
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randn(9, length, inputs, generator=draw).to(dtype)
+    matrix = torch.randn(inputs, outputs, generator=draw).to(dtype)
+    together = multiply(rows, matrix)
+    order = torch.randperm(9, generator=draw)
+    assert torch.equal(multiply(rows[order], matrix), together[order])
+    torch.testing.assert_close(together, rows @ matrix)
