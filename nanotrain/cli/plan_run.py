@@ -290,8 +290,11 @@ def _save_times(values: Mapping[str, Any], prediction: "Prediction") -> SaveTime
 
 
 def _evaluation_share(prediction: "Prediction") -> float:
-    """The time of validation relative to the time of steps; tasks are not counted."""
+    """The time of validation relative to the time of steps.
+
+    Tasks are not counted, nor is --full-validation, which is as long as a corpus that is not read.
+    """
     config = prediction.scenario.config
-    if not config.validates:
+    if not config.validates or config.train.full_validation:
         return 0.0
     return config.train.eval_iters * FORWARD_SHARE / config.train.eval_interval

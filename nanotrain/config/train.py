@@ -129,6 +129,9 @@ class TrainConfig:
     eval_iters: int = option(10, check=at_least(0))
     """global batches per validation; 0: no validation"""
 
+    full_validation: bool = option(False)
+    """validate on every sample of the validation sets, each once, in place of eval_iters batches"""
+
     eval_tasks: list[str] = option([], is_path=True)
     """NAME=FILE.jsonl entries: tasks that are scored at every validation"""
 

@@ -37,6 +37,7 @@ from nanotrain.data.tasks import Task, TaskScore
 from nanotrain.data.token_bytes import TokenBytes
 from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.data.tokenizer import Tokenizer, is_local, load_tokenizer
+from nanotrain.data.whole import WholeSplit
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import OpenedCheckpoint
 from nanotrain.log import get_logger
@@ -342,7 +343,7 @@ def _validation_prefixes(run: Run) -> list[Path]:
 
 
 def validate(run: Run, sizes: TokenBytes | None = None) -> dict[str, Evaluation] | None:
-    """Evaluate the first `eval_iters` global batches of every validation set.
+    """Evaluate the first `eval_iters` global batches of every validation set, or all of them.
 
     Args:
         run: run with its validation sets.
@@ -360,11 +361,15 @@ def validate(run: Run, sizes: TokenBytes | None = None) -> dict[str, Evaluation]
     sampler = replace(run.plan.sampler, schedule=None, lengths=None)
     results = {}
     for name, samples in valid_sets.items():
+        num_batches = run.config.train.eval_iters
+        if run.config.train.full_validation:
+            samples = WholeSplit.of(samples)
+            num_batches = -(-samples.samples_per_epoch // sampler.global_batch_size)
         with GlobalBatchLoader(samples, sampler=sampler) as batches:
             result = _evaluate(
                 batches,
                 forward,
-                num_batches=run.config.train.eval_iters,
+                num_batches=num_batches,
                 sizes=sizes,
                 context=run.context,
                 stop=run.stop,

@@ -206,6 +206,55 @@ def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp
     assert losses[0] == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
 
 
+def test_a_full_validation_has_every_sample_once(tmp_path):
+    """Of two corpora with weights, whose samples are no whole batches of 4."""
+    with small_run(tmp_path / "run", *full_validation(tmp_path)) as run:
+        result = validate(run)[""]
+        parts = run.inputs.datasets.valid.datasets
+        samples = [part[index] for part in parts for index in range(part.samples_per_epoch)]
+        (stage,) = run.stages.values()
+        by_hand = 0.0
+        for sample in samples:
+            logits = stage.logits(torch.from_numpy(sample.tokens)[None])[0].detach().float()
+            labels = torch.from_numpy(sample.labels)
+            by_hand += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    assert len(samples) % 4 and result.tokens == len(samples) * len(samples[0].tokens)
+    assert result.loss == pytest.approx(by_hand / result.tokens, rel=1e-6)
+
+
+def full_validation(folder: Path) -> list[str]:
+    """Arguments of a validation of two corpora, which are written."""
+    draw = np.random.default_rng(3)
+    for name, size in {"few": 400, "many": 1000}.items():
+        write_tokens(folder / name, draw.integers(0, 256, size).astype(np.uint16))
+    blend = ["0.9", str(folder / "few"), "0.1", str(folder / "many")]
+    data = ["--no-mock-data", "--train-data-path", blend[1], "--valid-data-path", *blend]
+    return [*data, "--full-validation", "--eval-interval", "1", "--global-batch-size", "4"]
+
+
+def validate_fully(ctx: ParallelContext, folder: Path, flags: list[str]) -> Evaluation:
+    with small_run(folder / f"run-{ctx.rank}", *flags, context=ctx) as run:
+        return validate(run)[""]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        (
+            "--data-parallel-sharding-strategy optim_grads_params",
+            {"strategy": "optim_grads_params"},
+        ),
+        ("--pipeline-model-parallel-size 2", {"pp": 2}),
+    ],
+)
+def test_a_full_validation_is_that_of_one_rank(tmp_path, layout, sizes):
+    flags = [*full_validation(tmp_path), "--micro-batch-size", "1", "--num-layers", "2"]
+    (expected,) = run_ranks(1, validate_fully, tmp_path, flags)
+    for result in run_ranks(2, validate_fully, tmp_path, [*flags, *layout.split()], **sizes):
+        assert result.tokens == expected.tokens
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
 def test_the_sum_over_many_batches_is_not_rounded(tmp_path, monkeypatch):
     losses = iter([2.0**26, 1.0, 1.0])
     monkeypatch.setattr(

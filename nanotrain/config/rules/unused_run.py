@@ -109,6 +109,12 @@ def unused_corpora(c: Settings) -> UnusedFields:
         why="mock_data has no text and no documents",
     )
     yield unused(
+        "full_validation",
+        by="mock_data",
+        why="mock_data has no last sample, so eval_iters batches are taken",
+        is_harmless=True,
+    )
+    yield unused(
         "reset_position_ids",
         "reset_attention_mask",
         "eod_mask_loss",
@@ -221,6 +227,7 @@ def unused_saving(c: Settings) -> UnusedFields:
     if c.train.eval_interval == 0:
         yield unused(
             "eval_iters",
+            "full_validation",
             "eval_tasks",
             "eval_num_fewshot",
             "eval_task_limit",
@@ -228,6 +235,9 @@ def unused_saving(c: Settings) -> UnusedFields:
             why="eval_interval 0 never validates",
             is_harmless=True,
         )
+    elif c.train.full_validation:
+        why = "full_validation reads every sample once"
+        yield unused("eval_iters", by="full_validation", why=why, is_harmless=True)
     if not c.train.report:
         yield unused("report_interval", by="report", why="report is off")
     if c.train.generate_tokens == 0:
