@@ -48,7 +48,7 @@ def get_logger(name: str) -> logging.Logger:
 
 @cache
 def log_once(text: str) -> None:
-    """Log a line that a process need not repeat, such as what is said about a file."""
+    """Log a line the first time that a process has it, such as a fact about a file."""
     get_logger("nanotrain").info(text)
 
 

@@ -57,7 +57,7 @@ class ChosenBlocks:
         return replace(self, numbers=self.numbers[:, :, rows], first_query=first_query)
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """Positions of the keys [B, G, Q, K] int64, and where there is a key, bool."""
+        """Positions of the keys [B, G, Q, K] int64, and whether each of them is a key, bool."""
         batch, num_groups, num_queries, _ = self.numbers.shape
         numbers = self.numbers.clamp(min=0)
         numbers = numbers.long()

@@ -76,7 +76,7 @@ class KeyWindows:
         return self.last_tokens.shape[1]
 
     def number_before(self, stop: int) -> int:
-        """Windows that end before a position, in the sequence that has the most of them."""
+        """The most windows that end before a position in any of the sequences."""
         is_before = (self.last_tokens >= 0) & (self.last_tokens < stop)
         return int(is_before.sum(1).max(initial=0))
 

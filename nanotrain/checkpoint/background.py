@@ -100,7 +100,7 @@ class BackgroundSave:
         return not self._outcome.done()
 
     def result(self) -> Path | None:
-        """Wait for the thread; returns what `write` did.
+        """Wait for the thread; returns the result of `write`.
 
         Raises:
             StorageFault: the disk failed.

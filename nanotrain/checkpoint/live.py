@@ -89,7 +89,7 @@ class LiveCheckpoint:
         choose: TargetFilter | None = None,
         unread: Callable[[Manifest], Collection[str]] | None = None,
     ) -> Manifest:
-        """Fill this rank's tensors; every rank calls this, one that leaves without targets.
+        """Fill this rank's tensors. Collective; a rank outside of the new layout has no targets.
 
         Arguments as of `Checkpointer.restore`; `path` is not read.
 
@@ -123,7 +123,7 @@ class LiveCheckpoint:
         return manifest
 
     def leave(self) -> None:
-        """Send what the others need, on a rank that is left out of the new layout."""
+        """Send tensors to the ranks of the new layout, of which this rank is none."""
         self.restore(Path(), {})
 
     def release(self) -> None:

@@ -33,14 +33,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _HeldStep:
-    """What a rank found of a committed step on its host."""
+    """A committed step in the memory of a host, as one rank of the host has checked it."""
 
     digest: str  # of the manifest
     is_finite: bool
     files: tuple[str, ...]  # all shards, on all hosts
-    # shards on this host whose checksums are those of the manifest; of the files that this rank
-    # has checked
-    sound: frozenset[str]
+    sound: frozenset[str]  # shards of this host that this rank has checked and found undamaged
     writers: tuple[str, ...]  # the host of each rank at the save
 
 
@@ -49,8 +47,7 @@ class MemoryStart:
     """A checkpoint in the memory of the hosts to start from."""
 
     step: int
-    # a rank of each host with the shard
-    holders: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, tuple[int, ...]]  # shard -> ranks that have it, one per host
     manifest_rank: int  # a rank whose host has the manifest
     description: str  # where the shards are, for the log
 
@@ -159,7 +156,7 @@ def _held_steps(memory: HostMemory, *, at_least: int) -> dict[int, _HeldStep]:
 
 
 def _choose(held: Sequence[Mapping[int, _HeldStep]], memory: HostMemory) -> MemoryStart | None:
-    """The newest step with all shards, from what every rank has found; runs on the first rank."""
+    """The newest step with all shards, from the steps that each rank holds; on the first rank."""
     steps = sorted({step for steps_held in held for step in steps_held}, reverse=True)
     for step in steps:
         chosen = _start_of(step, held, memory=memory)

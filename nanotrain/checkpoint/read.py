@@ -85,10 +85,10 @@ class _LocalSource:
 
 
 class RemoteSource:
-    """A shard file in object storage; each read is one request, but for what the first one brought.
+    """A shard file in object storage; its first bytes are read once, then a read is a request.
 
     Raises:
-        StorageFault: it cannot be read.
+        StorageFault: the file cannot be read.
     """
 
     max_bytes = 2**31
@@ -98,7 +98,7 @@ class RemoteSource:
         self._head = remote.read(0, min(size, HEAD_BYTES)) if size else b""
 
     def read_into(self, into: memoryview, offset: int) -> int:
-        """As of a local file."""
+        """Read bytes of the file from an offset; returns their number."""
         stop = min(offset + len(into), self.size)
         data = (
             self._head[offset:stop] if stop <= len(self._head) else self._remote.read(offset, stop)

@@ -155,7 +155,11 @@ def deleted_name(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a step folder, and first its objects in a store; OSError at files of others."""
+    """Remove a step folder, and first its objects in a store.
+
+    Raises:
+        OSError: the folder has files that nanotrain did not write.
+    """
     if path.is_symlink():  # never what it points to
         path.unlink()
         return

@@ -125,7 +125,7 @@ def plan_transfers(
 
 
 class _Bundle(NamedTuple):
-    """Tensors whose boxes are the same on all ranks, as a weight and its moments: planned once."""
+    """Tensors with equal boxes on every rank, such as a weight and its moments: planned at once."""
 
     names: list[str]
     held: tuple[tuple[int, TensorBox], ...]  # rank and box, of the first name

@@ -45,7 +45,7 @@ def step(argv: Sequence[str]) -> int:
 
 
 def add_run(parser: CommandParser) -> None:
-    """Add the arguments for a run folder, and for what it names elsewhere."""
+    """Add the arguments for a run folder, and for the corpora in object storage that it names."""
     parser.add_argument("run", type=read_path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--open-addresses",

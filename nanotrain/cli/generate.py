@@ -162,7 +162,7 @@ def option(name: str) -> Callable[[str], float]:
 
 
 def sampling_of(args: Namespace, defaults: GenerationDefaults) -> Sampling:
-    """The sampling of a command line; what it leaves out is the model's folder's."""
+    """The sampling of a command line; the model's folder has the defaults."""
     sampling = defaults.sampling(temperature=TEMPERATURE, seed=args.seed)
     given = {}
     for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
@@ -328,7 +328,7 @@ def ranks_of_model(config: Config) -> int:
 
 
 def describe_sizes(config: Config) -> str:
-    """The sizes of the layout in words: tp and ep, and what else is above 1."""
+    """The sizes of the layout in words: tp and ep, with pp and cp if either is above 1."""
     parallel = config.parallel
     text = f"tp={parallel.tensor_model_parallel_size} and ep={parallel.expert_model_parallel_size}"
     if shares_layers_or_tokens(config):

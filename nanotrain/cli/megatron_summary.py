@@ -27,9 +27,9 @@ def megatron_summary(loaded: Loaded, line: CommandLine) -> str:
         "layout": layout_text(config),
         "batch": batch_text(config),
         "tokens": tokens_text(config),
-        "converted": listed(argument_texts(line, kind="rename", with_meaning=True)),
-        "always": listed(argument_texts(line, kind="always")),
-        "no effect": listed(argument_texts(line, kind="no effect")),
+        "converted": counted_flags(argument_texts(line, kind="rename", with_meaning=True)),
+        "always": counted_flags(argument_texts(line, kind="always")),
+        "no effect": counted_flags(argument_texts(line, kind="no effect")),
         "defaults": defaults_text(loaded),
     }
     lines = [f"{name:<12}{text}" for name, text in rows.items()]
@@ -85,7 +85,7 @@ def tokens_text(config: Config) -> str:
 
 
 def argument_texts(line: CommandLine, *, kind: str, with_meaning: bool = False) -> list[str]:
-    """Flags of Megatron-LM of a kind, each with what it means here if that is wanted."""
+    """Flags of Megatron-LM of a kind, on request each with its value and meaning."""
     texts: list[str] = []
     for argument in dict.fromkeys(line.megatron):
         if argument.row.kind == kind:
@@ -94,8 +94,8 @@ def argument_texts(line: CommandLine, *, kind: str, with_meaning: bool = False) 
     return texts
 
 
-def listed(texts: Sequence[str]) -> str:
-    """The number of flags, and the flags."""
+def counted_flags(texts: Sequence[str]) -> str:
+    """The number of flags and their list: "2 flags: --a, --b"."""
     return f"{count_of(len(texts), 'flag')}: {', '.join(texts)}" if texts else "none"
 
 

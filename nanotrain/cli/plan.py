@@ -71,10 +71,10 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def require_accepted(args: argparse.Namespace, loaded: Loaded) -> None:
-    """Check what a run of nanotrain on the GPUs would check of its settings, without a corpus.
+    """Check the settings as a run on the GPUs would, without a corpus.
 
     Raises:
-        ConfigError: a run would be refused.
+        ConfigError: a run would refuse the settings.
     """
     from nanotrain.planner.limits import require_runnable
 
@@ -211,7 +211,7 @@ def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
 
 def search_layouts(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Outcome:
     """The fastest layouts and the command lines of the first, or their values."""
-    from nanotrain.planner.screen import as_values, listed, search_text
+    from nanotrain.planner.screen import as_values, search_text, shown_layouts
     from nanotrain.planner.search import layout_of, search
 
     with progress_line(sys.stderr):
@@ -227,7 +227,7 @@ def search_layouts(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[s
         text = search_text(result, loaded.config, arguments=shlex.join(rest))
         return Outcome(text, fits=True)
     predictions = []
-    for prediction in listed(result):
+    for prediction in shown_layouts(result):
         settings = layout_of(prediction.scenario.config)
         is_tie = prediction in result.ties
         predictions.append({"settings": settings, "tie": is_tie, **as_values(prediction)})

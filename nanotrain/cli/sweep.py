@@ -57,7 +57,7 @@ class Trial:
 
 
 def without_run_dir(arguments: Sequence[str]) -> list[str]:
-    """The arguments but `--run-dir FOLDER`, in place of which each run has a folder of its own.
+    """The arguments without `--run-dir FOLDER`, as each run of a sweep has its own folder.
 
     >>> without_run_dir(["+config=tiny", "--run-dir", "runs/lr", "--bf16", "run_dir=runs/b"])
     ['+config=tiny', '--bf16']

@@ -37,7 +37,7 @@ def verdict(argv: Sequence[str]) -> int:
     if args.exit_code is None:
         found = newest_verdict(args.run or folder_of(rest))
     else:
-        found = judged(args.run, rest, code=args.exit_code, since_s=args.since or 0.0)
+        found = judge_attempt(args.run, rest, code=args.exit_code, since_s=args.since or 0.0)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -88,8 +88,17 @@ def newest_verdict(folder: Path) -> Verdict:
     return verdicts[-1]
 
 
-def judged(run: Path | None, arguments: Sequence[str], *, code: int, since_s: float) -> Verdict:
-    """Judge an attempt of a run; arguments that no training takes are its verdict."""
+def judge_attempt(
+    run: Path | None, arguments: Sequence[str], *, code: int, since_s: float
+) -> Verdict:
+    """Judge an attempt of a run.
+
+    Args:
+        run: the run folder; None for the one that the arguments name.
+        arguments: arguments of the training; mistakes in them are the cause of the failure.
+        code: exit code of the attempt.
+        since_s: when the attempt began, in seconds since 1970.
+    """
     try:
         folder = run or folder_of(arguments)
     except ConfigError as error:

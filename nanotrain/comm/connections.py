@@ -25,7 +25,7 @@ def open_sockets() -> dict[str, int]:
 
 
 def shut_down_connections(*, keep: Collection[str]) -> None:
-    """Shut down the TCP connections of this process; what waits for one of them fails.
+    """Shut down the TCP connections of this process; operations that wait for one of them fail.
 
     Sockets that accept connections are left: gloo ends the process where one of them fails.
 

@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if all(tensor.is_meta for tensor in inputs):
             results = result if isinstance(result, tuple) else (result,)
-            makers = [_maker(value, inputs) for value in results]
+            makers = [_result_maker(value, inputs) for value in results]
             if None not in makers:
                 self._shapes[key] = makers
         return result
@@ -364,10 +364,11 @@ def _shapes(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _maker(result: Any, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
-    """A function that makes such a result from such inputs: None, an input, or a new meta tensor.
+def _result_maker(result: Any, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+    """A function that makes a result like this one from other inputs of the same shapes.
 
-    None if the result is something else, such as a view of an input.
+    Results are None, an input, or a new meta tensor. There is no function for any other, such as a
+    view of an input.
     """
     if result is None:
         return lambda inputs: None

@@ -294,7 +294,7 @@ def note_replaced_settings(line: CommandLine) -> None:
 
 
 def apply_aliases(line: CommandLine) -> None:
-    """Turn aliases into settings before the others.
+    """Turn aliases into settings, in front of the settings of the command line.
 
     A contradiction with another setting is an error, unless the alias wins.
     """

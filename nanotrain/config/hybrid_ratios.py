@@ -41,7 +41,7 @@ def pattern_of_shares(num_layers: int, *, attention: float, mlp: float) -> str:
 
 
 def spaced(number: int, *, distance: float) -> list[bool]:
-    """Which of a number of layers are chosen, with `distance` others before each."""
+    """Whether each layer is chosen, with `distance` layers that are not before each that is."""
     chosen = []
     rest = distance
     for _ in range(number):
@@ -52,10 +52,12 @@ def spaced(number: int, *, distance: float) -> list[bool]:
 
 
 def implied_pattern(model_config: ModelConfig, line: CommandLine) -> tuple[str, str] | None:
-    """The pattern of Mamba-2 flags and its reason; None without them, and where it is written.
+    """The pattern that Mamba-2 flags imply, and its reason.
+
+    None without such flags, and where the command line has a pattern.
 
     Raises:
-        ConfigError: shares that are no shares, or others than those of the written pattern.
+        ConfigError: shares above 1, or a pattern with other shares.
     """
     texts = {argument.flag: argument.value for argument in line.megatron}
     named = [flag for flag in MAMBA_FLAGS if flag in texts]
@@ -96,10 +98,10 @@ def share(flag: str, text: str) -> float:
 
 
 def require_shares(written: str, pattern: str) -> None:
-    """Check that a written pattern has as many layers of each kind as the shares, as there.
+    """Check that a written pattern has as many layers of each kind as the pattern of the shares.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the numbers differ.
     """
     letters = written.partition("/")[0].replace("|", "")
     for letter, flag in {"*": ATTENTION, "-": MLP}.items():

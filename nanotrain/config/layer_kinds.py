@@ -384,7 +384,7 @@ class MoEConfig:
 
     @property
     def may_drop(self) -> bool:
-        """Whether there can be pairs of a token and an expert that are sent to no expert."""
+        """Whether a token may be sent to fewer experts than its router selects."""
         return self.expert_capacity_factor is not None or self.num_zero_experts > 0
 
 

@@ -295,7 +295,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unnest(values: Any) -> dict[str, Any]:
-    """Nested values by key, the inverse of `nest`; {} for what is no mapping."""
+    """Nested values by key, the inverse of `nest`; {} for a value that is no mapping."""
     flat: dict[str, Any] = {}
     if not isinstance(values, Mapping):
         return flat

@@ -85,7 +85,7 @@ def did_you_mean(
 
 
 def advise(cure: str) -> str:
-    """A cure as advice: a question where it is one flag or key, else what to write or to leave out.
+    """A cure as a sentence; one flag or key becomes a question, as the guess may be wrong.
 
     >>> advise("--lr"), advise("--device cuda"), advise("leave it out")
     ('did you mean --lr?', 'write --device cuda', 'leave it out')

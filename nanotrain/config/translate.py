@@ -97,7 +97,7 @@ def without_overruled_checks(arguments: list[MegatronArgument]) -> Iterator[Mega
 
 
 def order_of_conversion(argument: MegatronArgument) -> tuple[bool, bool]:
-    """Flags that replace the values of others come after these, and checks of values last."""
+    """A sort key: first flags that set a value, then flags that replace it, checks last."""
     return argument.row.is_check, argument.row.overrules
 
 
@@ -161,7 +161,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
 
 
 def known_values(row: MegatronFlag) -> list[str]:
-    """The values that a flag takes; empty for any, and where `check_flags` has checked them."""
+    """The values that a flag takes; empty if it takes any, or if `check_flags` has checked it."""
     if row.choices:
         return list(row.choices)
     return [] if row.kind in ("always", "not yet") else list(row.accepts)

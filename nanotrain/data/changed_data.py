@@ -46,7 +46,7 @@ NO_OVERLAP = Overlap(0, 0, is_exact=True)
 
 @dataclass(frozen=True)
 class Continuation:
-    """The position from which a corpus is read on, and what is read twice or never."""
+    """The position from which a changed corpus is read on, and the samples read twice or never."""
 
     prefix: str
     read: int  # samples of the new order that count as read

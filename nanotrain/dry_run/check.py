@@ -151,7 +151,7 @@ def _group_row(calls: Sequence[Call], *, size: int) -> GroupRow:
 
 
 def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryRun:
-    """Run the ranks that stand for all, and compare them.
+    """Run one rank of each class of equal ranks, and compare their communication.
 
     Args:
         config: a validated configuration with the vocabulary size set.

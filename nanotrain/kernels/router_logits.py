@@ -73,7 +73,7 @@ def router_gradients(
 
 
 def split_in_two(x: Tensor) -> Tensor:
-    """[T, E] fp32 -> [T, 2 E] bf16, the rounded values and what rounding left.
+    """[T, E] fp32 -> [T, 2 E] bf16: the rounded values, then their rounding errors.
 
     >>> split_in_two(torch.tensor([[1.0 + 2**-10]])).tolist()
     [[1.0, 0.0009765625]]

@@ -71,7 +71,7 @@ WALK_STAGES = 2  # chunks in flight: 164 kB of shared memory at most, with heads
 
 
 class Prepared(NamedTuple):
-    """What a chunk is computed from, besides the inputs."""
+    """Tensors of all chunks at once, from which a walk computes one chunk after another."""
 
     pairs: Tensor  # [B, N, M, C, C], queries and keys
     reads: Tensor | None  # [B, S, N, K], W of a delta rule
@@ -82,14 +82,14 @@ class Prepared(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward needs of all chunks."""
+    """Tensors of all chunks that the forward keeps for the backward."""
 
     states: Tensor  # [B, N, M, K, V], before each chunk
     corrections: Tensor  # [B, S, N, V], U' of a delta rule; else the values
 
 
 class Written(NamedTuple):
-    """What the walk of a forward writes."""
+    """Results of the walk through the chunks in a forward."""
 
     out: Tensor | None  # [B, S, N, V]
     final: Tensor | None  # [B, N, K, V] fp32

@@ -361,7 +361,7 @@ def run_ranks(
 
 
 def _meet_machines(args: Namespace, config: LaunchConfig) -> None:
-    """Say what a job of several machines waits for, and look for the first of them."""
+    """Print which machines the job waits for, and require that the first can be reached."""
     if config.max_nodes > 1:
         rendezvous = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
         print(f"waiting for {args.nnodes} machines at {rendezvous}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ TensorMap = Callable[[str, Tensor], Any]
 
 @dataclass
 class _Copied:
-    """A static tensor and what it is a copy of."""
+    """A static tensor, its source, and the version of the source that it has."""
 
     static: Tensor
     source: Tensor  # kept, so that no other tensor gets its memory

@@ -64,7 +64,7 @@ class HeadAttention(nn.Module):
     def _set_options(
         self, model_config: ModelConfig, shape: ModelShape, *, parallel: ModelParallel, layer: int
     ) -> None:
-        """Set what has no parameters.
+        """Set the sizes and functions that have no parameters.
 
         Args:
             model_config: configuration of the model.

@@ -118,7 +118,10 @@ class Compressor(nn.Module):
     def _compress_over_cp(
         self, tokens: ProjectedTokens, windows: KeyWindows, *, rotary: Rotary
     ) -> Tensor:
-        """The same, where ranks have some tokens of each sequence; rotary tables are sent too."""
+        """The compressed keys [B, T, width] of full sequences from the tokens of all cp ranks.
+
+        A window can begin on another rank: its tokens are received, with their rotary tables.
+        """
         batch = len(tokens.value)
         num_series = tokens.value.shape[-1] // self.width
         chunks = ChunkWindows.of(windows, self.cp, batch=batch, num_series=num_series)

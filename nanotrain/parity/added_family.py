@@ -93,7 +93,7 @@ class AddedFamily:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it."""
+        """The row and the checks as values of a JSON file."""
         report = None if self.report is None else self.report.to_dict()
         values: dict[str, Any] = {
             "model_type": self.kind,

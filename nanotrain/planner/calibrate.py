@@ -130,7 +130,7 @@ def _tells_collectives_apart(runs: Sequence[Measured], times: Sequence[StepTime]
 
 
 def _calibration(logs: np.ndarray) -> Calibration:
-    """The factors of logarithms: of operators, and of collectives if there is a second one."""
+    """Factors from one or two logarithms: of operators, and of collectives if it is given."""
     return Calibration(*(float(factor) for factor in np.exp(logs)))
 
 

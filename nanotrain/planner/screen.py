@@ -221,8 +221,8 @@ def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[st
     return values
 
 
-def listed(result: Search) -> list[Prediction]:
-    """The layouts that are shown: ties of the fastest, the simplest first, then others."""
+def shown_layouts(result: Search) -> list[Prediction]:
+    """Layouts to print: the ties for the fastest, the simplest first, then the next best."""
     ties = list(result.ties[:NUM_BEST])
     others = [prediction for prediction in result.best if prediction not in result.ties]
     return [*ties, *others][: max(NUM_BEST, len(ties))]
@@ -239,7 +239,7 @@ def search_text(result: Search, config: Config, *, arguments: str) -> str:
     lines = [f"{result.num_formed:,} layouts, {result.num_timed:,} may fit", "", "fastest"]
     if len(result.ties) > 1:
         lines[-1] += f" (=: within {TIE - 1:.0%} of the fastest, the simplest first)"
-    shown = listed(result)
+    shown = shown_layouts(result)
     for prediction in shown:
         mark = "=" if len(result.ties) > 1 and prediction in result.ties else " "
         lines.append(f"{mark}{_layout_line(prediction)}")

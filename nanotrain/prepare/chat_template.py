@@ -65,7 +65,7 @@ class Generation(Extension):
 
 
 class TemplateDict:
-    """`dict` in a template: the class itself would lead to others."""
+    """`dict` in a template, where the class itself would give access to other classes."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)

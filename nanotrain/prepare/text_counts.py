@@ -45,7 +45,7 @@ class TextCounts:
 
     @classmethod
     def parse(cls, text: str) -> "TextCounts":
-        """Parse what `to_json` wrote.
+        """Parse the values of `to_json`.
 
         Raises:
             ValueError: it is something else.

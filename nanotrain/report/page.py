@@ -55,7 +55,7 @@ def require_html(output: Path) -> None:
 
 
 def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None) -> str:
-    """The HTML of a report; a live one asks its server for what comes after the state in `live`."""
+    """The HTML of a report; a live one asks its server for rows after the state in `live`."""
     charts: dict[str, figures.Figure] = {}
     links = []
     sections = []

@@ -46,7 +46,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> "RankFailure":
-        """The failure of this process; why an unforeseen error was raised is the place of it."""
+        """The failure of this process; `why` of an unforeseen error is its place in the code."""
         host = platform.node()
         now = time.time()
         kind = type(error).__name__

@@ -126,10 +126,8 @@ class RunFolder:
     def require_own(self) -> None:
         """Check that the run replaces no foreign file.
 
-        A folder without a run must have none of its file names.
-
         Raises:
-            EnvironmentFault: it has one.
+            EnvironmentFault: a folder without a run has a file with a name that the run writes.
         """
         if any(os.path.lexists(self.path / name) for name in _MARKS):
             return

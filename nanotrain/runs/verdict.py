@@ -87,7 +87,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a failed attempt."""
+    """The facts about a failed attempt, by which it is judged."""
 
     exit_codes: Mapping[int, int] = field(default_factory=dict)  # by rank; negative: a signal
     job_exit_code: int | None = None  # of the launcher; None if unknown

@@ -30,7 +30,7 @@ def all_gather_sent(num_bytes: int) -> tuple[Sent, ...]:
 
 
 def all_to_all_sent(num_bytes: int) -> tuple[Sent, ...]:
-    """An all-to-all in the forward, and the same of the gradients."""
+    """An all-to-all in the forward, and one of the gradients with as many bytes."""
     return (Sent("all_to_all", num_bytes, num_bytes),)
 
 

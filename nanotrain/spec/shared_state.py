@@ -42,7 +42,7 @@ def key_value_shapes(s: LayerSizes) -> Shapes:
 
 
 def layer_input_shapes(s: LayerSizes) -> Shapes:
-    """The input of a layer of its own."""
+    """The shape of the input that a layer has for itself."""
     return ((s.shape.layer_input_size,),)
 
 

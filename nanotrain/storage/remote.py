@@ -179,7 +179,7 @@ class Remote:
                 out.write(self.read(start, min(start + PART_BYTES, size)))
 
     def info(self) -> dict[str, Any]:
-        """The provider's facts of the object: its size, and what changes with its version.
+        """The provider's facts of the object: its size and fields that differ between its versions.
 
         Raises:
             MissingObject: there is none.

@@ -53,7 +53,7 @@ class GridPage:
         self.margin = 4 + len(f"{row}{grid.size(row) - 1}")
 
     def line(self, name: str, draw_block: Callable[[int], str]) -> str:
-        """One line: a name, then what a function draws for every block."""
+        """One line: a name, then the text that `draw_block` returns for every block."""
         blocks = [GAP if block is None else draw_block(block) for block in self.blocks]
         return name.ljust(self.margin) + "   ".join(blocks)
 

@@ -49,11 +49,11 @@ def _open_once(
 
 @contextmanager
 def taking_over(config: Config, launch: Launch) -> Iterator[None]:
-    """What the first rank does in a run that lower ranks have left: it logs, and has the lock.
+    """Log and lock the run on its first rank, if another process was the first rank before.
 
     Args:
         config: configuration of the run.
-        launch: place of this rank among those that are left.
+        launch: place of this process among the remaining ones.
     """
     if launch.rank != 0 or launch.local_rank == 0:
         yield

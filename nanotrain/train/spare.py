@@ -10,11 +10,12 @@ from nanotrain.train.main import main, prepare_environment
 
 
 def stand_by() -> None:
-    """Import what a rank imports, then wait for the start of one, in the place of which it trains.
+    """Import the modules of a rank, then wait until the launcher has a rank for this process.
 
-    The launcher writes it to standard input, as a line of JSON; without one the process ends.
+    The launcher writes the rank's arguments and environment to standard input, as a line of JSON.
+    Without a line the process ends.
     """
-    # the launcher sends them to all its children; SIGINT ends this one without a traceback
+    # the launcher sends both signals to all its children; SIGINT ends this one without a traceback
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_environment()

@@ -157,9 +157,9 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
 
 
 def train_step_with_repeats(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
-    """`train_step`, once more with the same batch where a part has a skipped step repeated.
+    """`train_step`; a part can have a skipped step repeated with the same batch.
 
-    The host waits for a step only where a part may do so.
+    The host waits for a step only if a part may want its repetition.
     """
     output = train_step(run, batch, is_logged=is_logged)
     for part in run.parts:

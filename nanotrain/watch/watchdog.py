@@ -402,7 +402,7 @@ def hang_record(
 
 
 def _wait_until(is_done: Callable[[], object], timeout_s: float) -> None:
-    """Wait for what other ranks do, at most `timeout_s`."""
+    """Wait until other ranks have made `is_done` true, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     pause_s = FIRST_PAUSE_S
     while not is_done() and time.monotonic() < deadline:

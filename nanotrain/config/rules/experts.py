@@ -92,7 +92,7 @@ def check_zero_experts(c: Settings) -> Errors:
 
 
 def check_separate_norms(c: Settings) -> Errors:
-    """Norms of shared and routed experts of their own."""
+    """Separate norms of shared and routed experts need both, and fit some models only."""
     if not c.moe.separate_norms:
         return
     if c.moe.shared_expert_intermediate_size is None:

@@ -185,7 +185,7 @@ def check_heads_of_kinds(c: Settings) -> Errors:
 
 
 def check_layer_inputs(c: Settings) -> Errors:
-    """Inputs of its own for each layer."""
+    """Inputs per layer fit some kinds of layers only."""
     model = c.model
     if not model.layer_input_size:
         return

@@ -153,7 +153,7 @@ class Settings:
 
     @cached_property
     def mixers(self) -> tuple[str | None, ...]:
-        """`ModelConfig.mixers`: the kind of attention of each layer, or of what replaces it."""
+        """`ModelConfig.mixers`: the kind of token mixer of each layer."""
         return self.model.mixers
 
     @cached_property

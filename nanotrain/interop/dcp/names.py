@@ -69,7 +69,7 @@ def versions_of(names: Any) -> list[Any]:
 
 
 def name_of(names: Any, version: int) -> Any:
-    """The name of a module in a version."""
+    """The name of a module in a version of torchtitan; its oldest name where lists end earlier."""
     versions = versions_of(names)
     return versions[min(version, len(versions) - 1)]
 

@@ -151,7 +151,7 @@ def lr_notes(groups: Mapping[str, Mapping[str, Any]], lr: float) -> list[str]:
 def most_frequent(
     groups: Mapping[str, Mapping[str, Any]], field: str, *, notes: list[str], default: Any = None
 ) -> Any:
-    """The value of a setting that most parameters have; a line says if there are others.
+    """The value of a setting that most parameters have; a note names the other values.
 
     Raises:
         LookupError, ValueError: a parameter has none and there is no default, or it is no number.

@@ -222,21 +222,20 @@ def config_from_hf(raw: Raw) -> ModelConfig:
 
 
 def _read_values(family: Family, raw: Mapping[str, Any]) -> Values:
-    """The values of the model section; what transformers' config class refuses is refused."""
+    """The values of the model section; values that transformers' class refuses are refused."""
+    declared = None
     if family.without_class:
         entries = Entries({**family.defaults, **raw})
-        values = family.read(entries)
-        refuse_unread(raw, entries, declared=family.defaults)
-        _check_values(values)
-        return values
-    try:
-        entries = understand(raw)
-    except HuggingFaceError:
-        with suppress(*DAMAGE):
-            family.read(Entries(raw))  # the tables may name the entry and its supported values
-        raise
+        declared = family.defaults
+    else:
+        try:
+            entries = understand(raw)
+        except HuggingFaceError:
+            with suppress(*DAMAGE):
+                family.read(Entries(raw))  # the tables may name the entry and its supported values
+            raise
     values = family.read(entries)
-    refuse_unread(raw, entries)
+    refuse_unread(raw, entries, declared=declared)
     _check_values(values)
     return values
 

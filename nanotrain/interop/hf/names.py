@@ -112,7 +112,7 @@ def tensor_shapes(mappings: Mapping[str, TensorMapping]) -> dict[str, Shape]:
 
 
 def router_shapes(model_config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of what routers have besides parameters, by names behind "router/" in a checkpoint."""
+    """Shapes of the routers' buffers by name in a checkpoint, without its beginning "router/"."""
     moe = model_config.moe
     if moe is None:
         return {}
@@ -284,11 +284,18 @@ def _find_fused_outputs(parameter: _Parameter, sizes: Sizes) -> _FusedOutputs:
 
 
 def _grouped_rows(num_rows: int, fused: _FusedOutputs, *, num_groups: int) -> tuple[int, ...]:
-    """The stored row of every row, where a group has a part of every fused module."""
-    width = num_rows // num_groups
-    stride = (fused.total or num_rows) // num_groups
+    """For every row of a parameter, the row of a fused tensor that holds it.
+
+    The tensor has groups of rows, one after another; each has some rows of every fused module.
+    """
+    rows_per_group = num_rows // num_groups
+    fused_per_group = (fused.total or num_rows) // num_groups
     first = fused.offset // num_groups
-    return tuple(row // width * stride + first + row % width for row in range(num_rows))
+    rows = []
+    for row in range(num_rows):
+        group, row_of_group = divmod(row, rows_per_group)
+        rows.append(group * fused_per_group + first + row_of_group)
+    return tuple(rows)
 
 
 def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:

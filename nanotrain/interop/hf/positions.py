@@ -179,7 +179,7 @@ def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 
 
 def write_layered_rope(model_config: ModelConfig) -> Values:
-    """Entries about rotary positions of such a model, in both formats."""
+    """Write rotary positions whose base differs in windowed layers, in both formats."""
     entries = write_rope(model_config)
     base = model_config.rotary_base
     local_base = model_config.rotary_base_local

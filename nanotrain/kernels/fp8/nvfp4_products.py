@@ -130,7 +130,7 @@ class Nvfp4Linears(Linears):
         self._grad_amaxes = list(zip(amaxes[::2], amaxes[1::2], strict=True))
 
     def _weight(self, layer: int, *, transposed: bool = False) -> Operand:
-        """[O, I] or [I, O]; both have the same values."""
+        """The quantized weight [O, I] or [I, O]; both have the same values."""
         weight = self.weights[layer]
         matrix = weight.t() if transposed else weight
         block = self._options.recipe.weight_block

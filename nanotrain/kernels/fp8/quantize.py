@@ -196,7 +196,7 @@ def quantize(x: Tensor, inverse: Tensor, *, block: Block, dtype: torch.dtype) ->
 
 
 def _expand_blocks(per_block: Tensor, shape: torch.Size, *, block: Block) -> Tensor:
-    """One number per block -> one per element, [R, K] or what broadcasts to it."""
+    """One number per block -> one per element, [R, K] or a shape that broadcasts to it."""
     for dim, size in enumerate(block):
         if size is not None and size > 1:
             per_block = per_block.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])

@@ -371,7 +371,7 @@ class CastOutputs(NamedTuple):
 def _empty_cast(
     x: Tensor, others: Sequence[Tensor | None], *, plan: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The results of `fp8_cast`, uninitialized; empty tensors for what the plan leaves out."""
+    """The results of `fp8_cast`, uninitialized; empty tensors for results outside of the plan."""
     how = Plan(*plan)
     rows, columns = x.shape
     experts = 1 if others[0] is None else len(others[0])
@@ -427,7 +427,7 @@ def amaxes(
 
 
 def _split_input(x: Tensor | ComputedInput) -> tuple[Tensor, list[Tensor | None]]:
-    """The matrix that programs read, and what they compute the operand from besides."""
+    """The first tensor that programs read, and the others that a computed input needs."""
     if isinstance(x, SwigluInput):
         return x.gate, [x.up.detach()]
     if isinstance(x, NormInput):

@@ -30,11 +30,12 @@ NUM_CHUNKS = 2  # of a rank
 
 @dataclass(frozen=True)
 class ChunkWindows:
-    """The windows that end in the chunks of a rank, which are rows of a batch."""
+    """The windows that end in the chunks of a rank; each chunk is a row of a batch."""
 
-    tokens: WindowTokens  # of rows that have `num_before` tokens in front of a chunk
+    tokens: WindowTokens  # their tokens in a row, which begins `num_before` tokens before the chunk
     num_before: int
-    order: Tensor  # [B or 1, T] int64, the place of every window among those of all chunks
+    # [B or 1, T] int64: where each window of a sequence is among the windows of all chunks
+    order: Tensor
 
     @classmethod
     def of(cls, windows: KeyWindows, group: Group, *, batch: int, num_series: int) -> Self:

@@ -202,7 +202,7 @@ class ResidentGrads:
         """Do nothing: the reduced gradients are in `shard`."""
 
     def shard_to_reduce(self) -> Tensor:
-        """[shard_numel] what is reduced across instances."""
+        """[shard_numel]: the gradients that are reduced across instances."""
         return self.shard
 
     def finish(self, shard: Tensor) -> None:
@@ -270,7 +270,7 @@ class TransientGrads:
         self.is_open = False
 
     def shard_to_reduce(self) -> Tensor:
-        """[shard_numel] what is reduced across instances: `shard`, or a copy in its dtype."""
+        """[shard_numel]: the gradients to reduce across instances, in the dtype for that."""
         return self.shard.to(self._memory.dtype)
 
     def finish(self, shard: Tensor) -> None:

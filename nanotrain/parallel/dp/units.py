@@ -202,7 +202,7 @@ class GatherOrder:
 
 @dataclass(frozen=True)
 class UnitModules:
-    """Modules that run one after another, and what they read."""
+    """Modules that run one after another, and the buckets of their parameters."""
 
     first: nn.Module
     last: nn.Module

@@ -44,7 +44,7 @@ def block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
 def _block_operators(
     s: LayerSizes, residual: ResidualKind, *, sublayers: tuple[Sublayer, ...]
 ) -> tuple[Operator, ...]:
-    """Mixers and MLPs with what is around them."""
+    """Mixers and MLPs with their norms and residual streams."""
     return tuple(residual.operators(s, sublayers))
 
 

@@ -74,7 +74,7 @@ def declare_sliding(declare: Declaration) -> Specs:
 
 
 def declare_hca(declare: Declaration) -> Specs:
-    """The same, and the projections of heavily compressed keys."""
+    """Attention to a window, and the projections of heavily compressed keys."""
     sizes = _sizes(declare.shape)
     width = declare.shape.head_dim
     # every tp rank has the gradients of its own heads
@@ -83,7 +83,7 @@ def declare_hca(declare: Declaration) -> Specs:
 
 
 def declare_csa(declare: Declaration) -> Specs:
-    """The same with two series of tokens per compressed key, and an indexer."""
+    """Attention to a window, projections of two series of tokens per key, and an indexer."""
     shape = declare.shape
     sizes = _sizes(shape)
     ratio = sizes.sparse_ratio

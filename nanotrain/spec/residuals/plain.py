@@ -48,7 +48,7 @@ def extended_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operator
 
 
 def operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
-    """The sublayers in their order, with what is around them."""
+    """The operators of the sublayers, with their norms and residual sums."""
     operators: Operators = []
     for sublayer in sublayers:
         operators += in_residual(s, sublayer)

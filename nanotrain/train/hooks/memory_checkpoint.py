@@ -34,7 +34,7 @@ class MemoryCheckpointHook(Hook):
         self._has_saved = False
 
     def begin_writing(self, run: Run, *, step: int) -> None:
-        """Open the folders, and delete what this start did not begin with."""
+        """Open the folders, and delete the checkpoints that this start did not begin with."""
         assert run.inputs.memory is not None, "`open_run` opens it"
         memory = run.inputs.memory
         opened = memory.open()

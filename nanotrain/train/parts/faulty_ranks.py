@@ -6,10 +6,9 @@ from nanotrain.quantities import named_ranks
 
 
 def ranks_at_fault(local_fault: int, group: Group) -> str | None:
-    """Names of the ranks whose loss is not finite in a step, else of those with such gradients.
+    """Names of the ranks whose own loss was not finite in a step, else whose gradients were not.
 
-    None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls
-    this.
+    None if the numbers of every rank are finite and only their sum is not. Every rank calls this.
 
     Args:
         local_fault: `StepOutput.local_fault` of this rank.

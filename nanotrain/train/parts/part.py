@@ -158,7 +158,7 @@ class StepPart:
         """Return to the state before the last step, which changed no weight and is taken again."""
 
     def repeating(self) -> AbstractContextManager[None]:
-        """Change what the skipped step lacked, for the time of its repetition."""
+        """A context in which the repeated step runs; a part changes its settings for that time."""
         return nullcontext()
 
     def repeated(self, metrics: Mapping[str, Any], *, local_fault: int) -> None:

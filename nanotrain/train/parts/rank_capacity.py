@@ -20,6 +20,9 @@ from nanotrain.train.parts.router_balance import router_names
 
 log = get_logger(__name__)
 
+# the numbers after those of the layers, by index
+NUM_PAIRS, IS_EXACT = -2, -1
+
 
 class RankCapacity(StepPart):
     """Repeats a step in which a rank had too many tokens for another rank of ep.
@@ -49,23 +52,25 @@ class RankCapacity(StepPart):
         return model.context.group("ep").size > 1 and bool(factor)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """[layers + 2] int64.
+        """[layers + 2] int64, the maxima over all ranks.
 
-        Most tokens and their rank as one number, by layer; pairs; 1 if sizes were exact.
+        Of each layer, the most tokens and the index of their rank as one number; then the pairs of
+        a token and an expert, and 1 if sizes were exact.
         """
         numbers = torch.zeros(len(self._names) + 2, dtype=torch.int64, device=self._device)
         for layer, dispatcher in self.dispatchers.items():
             assert dispatcher.peak is not None, "every layer has seen the microbatches of the step"
             numbers[layer] = dispatcher.peak.long() * self._world.size + self._world.index
-            numbers[-2] = dispatcher.num_pairs
-            numbers[-1] = dispatcher.is_exact
+            numbers[NUM_PAIRS] = dispatcher.num_pairs
+            numbers[IS_EXACT] = dispatcher.is_exact
             dispatcher.peak = None
         all_reduce(numbers, self._world, op="max")
         return numbers
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The capacity factor that the step needs; a `skip_reason` if it exceeds the setting."""
-        *peaks, num_pairs, is_exact = map(int, numbers)
+        peaks = [int(number) for number in numbers[:NUM_PAIRS]]
+        num_pairs, is_exact = int(numbers[NUM_PAIRS]), bool(numbers[IS_EXACT])
         capacity = int(self._factor * num_pairs / self._ep)
         # the first layer with too many tokens: later ones route numbers that are not finite
         peak = next((peak for peak in peaks if peak // self._world.size > capacity), max(peaks))

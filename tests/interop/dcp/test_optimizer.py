@@ -44,7 +44,7 @@ def test_an_optimizer_of_another_kind_is_an_error(tmp_path: Path, flag: str) -> 
     name = f"optimizer.param_groups.norm.weight.{flag}"
     with pytest.raises(CheckpointError, match="cannot be read") as error:
         open_state(tmp_path, state_of("titan_llama") | {name: True})
-    assert f"norm.weight has {flag}" in error.value.why
+    assert f"'norm.weight' has {flag}" in error.value.why
 
 
 def test_counters(tmp_path: Path) -> None:

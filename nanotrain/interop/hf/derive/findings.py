@@ -97,7 +97,7 @@ class Findings:
         return self.entries.get(self.name_of(entry))
 
     def name_of(self, entry: str) -> str:
-        """The name that config.json has for an entry of Llama: first one that the code reads."""
+        """The name in config.json of an entry of Llama; of several, one that the code reads."""
         names = (entry, *STANDARD.get(entry, ()))
         there = [name for name in names if name in self.entries]
         read = [name for name in there if self.has(name)]

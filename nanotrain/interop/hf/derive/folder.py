@@ -49,7 +49,7 @@ OFF: tuple[Any, ...] = (
 
 
 def derive_family(folder: Path) -> Findings:
-    """The findings of a folder: the row of its family, or what is missing.
+    """The findings of a folder: the row of its family, or the facts that a row still needs.
 
     Raises:
         HuggingFaceError: files that cannot be read, or a family that has a row.

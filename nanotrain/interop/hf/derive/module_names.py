@@ -98,7 +98,7 @@ class _Namer:
         self.has_pairs = has_neighbour_pairs(f)
 
     def find(self, stem: str, shape: Shape) -> ModuleName | None:
-        """The modules of a tensor; None where nothing is known of it."""
+        """The modules of a tensor; None for a tensor whose name says nothing."""
         router = self._find_router(stem, shape)
         if router is not None:
             return router

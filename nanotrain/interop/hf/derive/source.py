@@ -250,7 +250,7 @@ def _events(block: ast.ClassDef) -> list[tuple[str, str]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements in their order, without those for an encoder."""
+    """Statements in their order, without the branches for an encoder."""
     for statement in body:
         if not isinstance(statement, ast.If):
             yield statement
