@@ -72,7 +72,7 @@ def test_the_addends_of_a_sum_follow_from_the_largest_batch() -> None:
     train = TrainConfig(global_batch_size=6)
     config = Config(model=model, data=DataConfig(seq_length=24), train=train)
     assert unit_blocks(config, dp=2) == UnitBlocks(
-        4, 6, num_tokens=144, num_heads=4, tokens_per_block=3
+        4, 6, num_tokens=144, num_heads=4, tokens_per_block=3, num_expert_blocks=4
     )
     further = replace(config, model=replace(model, mtp=MTPConfig(num_layers=2)))
     assert unit_blocks(further, dp=2).num_tokens == 3 * 144
