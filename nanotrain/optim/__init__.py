@@ -18,15 +18,14 @@ It holds main params and optimizer state; buffers, gradient reduction and the pa
 are in `nanotrain.parallel.dp`.
 
 OPTIMIZERS holds the update rules, by the values of `--optimizer`. A new rule is one file and one
-row. ARITHMETICS holds the ways to sum, by `Precision.sums_exactly`.
+row.
 """
 
 from nanotrain.optim.elementwise import ADAM, LION, SGD
 from nanotrain.optim.hyperball import ADAM_H, MUON_H
-from nanotrain.optim.invariant import EXACT_ARITHMETIC
 from nanotrain.optim.muon import MUON
 from nanotrain.optim.normuon import NORMUON
-from nanotrain.optim.rule import PLAIN_ARITHMETIC, StepArithmetic, UpdateRule
+from nanotrain.optim.rule import UpdateRule
 
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adam": ADAM,
@@ -37,4 +36,3 @@ OPTIMIZERS: dict[str, UpdateRule] = {
     "muon_h": MUON_H,
     "adam_h": ADAM_H,
 }
-ARITHMETICS: dict[bool, StepArithmetic] = {False: PLAIN_ARITHMETIC, True: EXACT_ARITHMETIC}

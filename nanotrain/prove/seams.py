@@ -23,7 +23,7 @@ from nanotrain.comm.recorder import place
 from nanotrain.data.batch import Batch
 from nanotrain.kernels import grouped
 from nanotrain.model import norm
-from nanotrain.optim import rule
+from nanotrain.optim import distributed
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.rule import UpdateStep
@@ -92,7 +92,7 @@ class Seams:
             (Bucket, "start_reduce", self._start_reduce),
             (Reduction, "start_inside", self._start_inside),
             (BucketState, "grads_for_norm", self._grads_for_norm),
-            (rule, "squared_norm", self._squared_norm),
+            (distributed, "squared_norm", self._squared_norm),
             (DistributedOptimizer, "_scale_grads", self._scale_grads),
             (DistributedOptimizer, "_run_rules", self._run_rules),
             (step, "run_schedule", self._run_schedule),

@@ -17,8 +17,13 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.optim.distributed import DistributedOptimizer, clip_factor
-from nanotrain.optim.rule import ROW_NUMEL, squared_norm
+from nanotrain.optim.distributed import (
+    PLAIN_ARITHMETIC,
+    ROW_NUMEL,
+    DistributedOptimizer,
+    clip_factor,
+    squared_norm,
+)
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale
@@ -391,3 +396,18 @@ def test_a_clipped_norm_is_at_most_the_limit_and_a_small_one_is_left_alone(norm,
 def test_the_factor_is_megatrons():
     assert factor_of(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
     assert factor_of(1e9, 0.0) == 1.0  # 0 turns clipping off
+
+
+def test_squares_of_all_shards_are_summed() -> None:
+    shards = [torch.full((ROW_NUMEL + 3,), 0.5), torch.full((7,), 2.0)]
+    expected = 0.25 * (ROW_NUMEL + 3) + 4.0 * 7
+    device = torch.device("cpu")
+    assert float(squared_norm(shards, device=device)) == pytest.approx(expected, rel=1e-7)
+    local = PLAIN_ARITHMETIC.local(shards, device=device)
+    assert local.shape == (1,)
+    assert local.dtype is torch.float64
+    assert float(PLAIN_ARITHMETIC.join(local)) == float(local)
+
+
+def test_no_shards_have_no_norm() -> None:
+    assert float(squared_norm([], device=torch.device("cpu"))) == 0.0

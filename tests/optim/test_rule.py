@@ -1,4 +1,4 @@
-"""Param groups of param ranges; the sum of squares, in rows of fp32 and fp64 across them."""
+"""Param groups of param ranges, and the factors of their rates."""
 
 from dataclasses import replace
 
@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.rule import (
-    PLAIN_ARITHMETIC,
-    ROW_NUMEL,
-    UpdateStep,
-    param_groups,
-    squared_norm,
-    width_factors,
-)
+from nanotrain.optim.rule import UpdateStep, param_groups, width_factors
 from tests.optim.ranges import param_range
 
 Factors = tuple[float, float]
@@ -56,18 +49,3 @@ def test_groups_have_factors_of_the_learning_rate_and_of_epsilon() -> None:
     decoupled = replace(matrix, is_decoupled=True)
     assert STEP.lr_of(decoupled) == 0.5
     assert replace(STEP, decoupled_lr=None).lr_of(decoupled) == 0.25
-
-
-def test_squares_of_all_shards_are_summed() -> None:
-    shards = [torch.full((ROW_NUMEL + 3,), 0.5), torch.full((7,), 2.0)]
-    expected = 0.25 * (ROW_NUMEL + 3) + 4.0 * 7
-    device = torch.device("cpu")
-    assert float(squared_norm(shards, device=device)) == pytest.approx(expected, rel=1e-7)
-    local = PLAIN_ARITHMETIC.local(shards, device=device)
-    assert local.shape == (1,)
-    assert local.dtype is torch.float64
-    assert float(PLAIN_ARITHMETIC.join(local)) == float(local)
-
-
-def test_no_shards_have_no_norm() -> None:
-    assert float(squared_norm([], device=torch.device("cpu"))) == 0.0
