@@ -50,12 +50,13 @@ def read_arguments(words: Sequence[str]) -> tuple[list[Argument], list[str]]:
 
 @dataclass(frozen=True)
 class FlagValues:
-    """The arguments of a command line by flag; of a flag that occurs again the last."""
+    """The arguments of a command line by flag; a later argument replaces one of the same flag."""
 
     by_flag: Mapping[str, Argument]
 
     @classmethod
     def of(cls, arguments: Iterable[Argument]) -> "FlagValues":
+        """The values of a command line."""
         return cls({argument.flag: argument for argument in arguments})
 
     def text(self, flag: str) -> str | None:
@@ -70,7 +71,7 @@ class FlagValues:
         return default if number is None else number
 
     def size(self, flag: str) -> int:
-        """The size of a group; 1 where it is not set or no positive number."""
+        """The size of a group; 1 if the flag is not set or its value is no positive number."""
         return max(1, int(self.number(flag, 1)))
 
 

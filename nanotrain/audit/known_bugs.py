@@ -129,7 +129,7 @@ class Match:
 
     @property
     def since(self) -> str:
-        """The arguments, and the conditions that are not met."""
+        """The arguments for which it holds, and a few missing conditions ("without ...")."""
         lacks = self.row.conditions.lacks
         missing = [f"without {condition}" for condition in lacks]
         shown = missing if len(lacks) <= MAX_LACKS else []
@@ -145,12 +145,12 @@ def known_bugs() -> tuple[KnownBug, ...]:
 
 @cache
 def refusals() -> tuple[Refusal, ...]:
-    """All combinations of the table."""
+    """All combinations of flags that Megatron-LM refuses or ignores, from the table."""
     return tuple(Refusal.of(row) for row in read_table("refusals", folder=FOLDER))
 
 
 def matching_bugs(values: FlagValues, version: Version) -> list[Match]:
-    """The bugs that a version has in a configuration; those without `only_if` first."""
+    """The bugs that a version has in a configuration; first the bugs without `only_if`."""
     bugs = [bug for bug in known_bugs() if bug.is_in(version)]
     return _matches(sorted(bugs, key=lambda bug: bool(bug.only_if)), values)
 
@@ -176,7 +176,7 @@ def newest_version() -> Version:
 
 
 def newest_text() -> str:
-    """What the newest version is."""
+    """The newest version that the table covers, in words."""
     text: str = read_table("known_bugs", folder=FOLDER)["newest"]
     return text
 

@@ -99,17 +99,17 @@ LAYOUT = (
 
 @dataclass
 class Meaning:
-    """What arguments mean here."""
+    """Arguments of Megatron-LM as a configuration of nanotrain, and the flags outside of it."""
 
     config: Config | None = None  # None: they describe no model
-    # flags that were left out, by what to write in their place
+    # flags that were left out, by the text to write in their place
     without_counterpart: dict[str, list[str]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)  # flags that are not Megatron-LM's either
-    always: list[str] = field(default_factory=list)  # flags that name what is always so here
-    # flags that tune what does not exist here; they change no result
+    unknown: list[str] = field(default_factory=list)  # flags that Megatron-LM does not have either
+    always: list[str] = field(default_factory=list)  # flags that nanotrain always follows
+    # flags that tune parts which nanotrain lacks; they change no result
     without_effect: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # why a training here would not start
-    notes: list[str] = field(default_factory=list)  # what was assumed or left out
+    refused: list[str] = field(default_factory=list)  # why nanotrain would not start the training
+    notes: list[str] = field(default_factory=list)  # assumptions, and facts that were left out
     fits_other_ranks: bool = False  # it could run, on another number of ranks
 
     def add_notes(self, notes: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ def without_references(text: str) -> str:
 
 
 def other_model(arguments: Sequence[Argument], program: str) -> str:
-    """What a model is that has no counterpart here; empty for a decoder of text."""
+    """The kind of a model without a counterpart here; empty for a decoder of text."""
     for name, kind in OTHER_PROGRAMS.items():
         if name in program:
             return kind
@@ -182,7 +182,7 @@ def other_model(arguments: Sequence[Argument], program: str) -> str:
 
 
 def keep(argument: Argument, meaning: Meaning) -> bool:
-    """Whether an argument has a counterpart; others are named in the meaning."""
+    """Whether an argument has a counterpart; if not, adds it to a list of `meaning`."""
     flag = argument.flag
     if flag in OF_CHECKPOINT:
         meaning.notes.append(f"{flag}: no checkpoint is read; the model is that of the flags")
@@ -280,7 +280,7 @@ class Figures:
 
 
 def figures_of(meaning: Meaning, ranks: int | None, *, gpu: GPU) -> Figures:
-    """Parameters, memory and time; what cannot be planned is added to the reasons.
+    """Parameters, memory and time; adds to `meaning` why a number cannot be planned.
 
     Args:
         meaning: the configuration.

@@ -31,7 +31,7 @@ PLACEHOLDER = "unset_"  # in place of variables that are not set (sources.py)
 
 @dataclass(frozen=True)
 class Audit:
-    """What is known about a command line."""
+    """All results of an audit of a command line."""
 
     source: Source
     meaning: Meaning
@@ -92,7 +92,7 @@ def audit_text(result: Audit) -> str:
 
 
 def unknown_texts(unknown: Sequence[str]) -> list[str]:
-    """Unknown flags, each with what it is called here, and the others in one line.
+    """Unknown flags that resemble a known flag, each with its cure, and the rest in one line.
 
     >>> unknown_texts(["--zero-stage 3", "--mine 1"])[1]
     '--mine 1'
@@ -162,14 +162,14 @@ def refusal_texts(matches: Sequence[Match]) -> list[str]:
 
 
 def notes_of(result: Audit) -> list[str]:
-    """What was assumed, left out or not set."""
+    """Notes on assumptions, on parts that were left out, and on unset variables."""
     meaning = result.meaning
     notes = [*result.source.notes, *meaning.notes]
     if meaning.always:
         notes.append(f"{', '.join(meaning.always)}: always so in nanotrain")
     if meaning.without_effect:
         tuning = ", ".join(meaning.without_effect)
-        notes.append(f"{tuning}: they tune what does not exist in nanotrain, and change no result")
+        notes.append(f"{tuning}: they tune parts that nanotrain lacks, and change no result")
     texts = []
     for name, flags in result.source.unset.items():
         texts.append(f"{name} ({', '.join(dict.fromkeys(flags))})")
@@ -266,7 +266,7 @@ def audit_values(result: Audit) -> dict[str, Any]:
 
 
 def counterpart_values(meaning: Meaning) -> dict[str, str]:
-    """What to write in place of each flag without a counterpart."""
+    """By flag without a counterpart, the text to write in its place."""
     values: dict[str, str] = {}
     for what, flags in meaning.without_counterpart.items():
         values |= dict.fromkeys(flags, what)

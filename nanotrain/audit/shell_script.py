@@ -42,12 +42,12 @@ LEAVES_LOOP = ("break", "continue", "exit", "return")
 
 @dataclass
 class Script:
-    """What a script sets and launches."""
+    """The variables that a script sets, and the programs that it launches."""
 
     values: Values
     launches: list[list[str]] = field(default_factory=list)  # commands with a Python file
     loose: list[str] = field(default_factory=list)  # lines of arguments without a command
-    notes: list[str] = field(default_factory=list)  # what was left out
+    notes: list[str] = field(default_factory=list)  # commands that were left out
     num_commands: int = 0
 
     @property
@@ -184,7 +184,7 @@ class Reader:
         self.nesting -= 1
 
     def block_or_command(self, keyword: str, *, is_active: bool) -> None:
-        """Follow what a keyword begins."""
+        """Follow the block that a keyword begins, or a simple command."""
         if keyword == "if":
             self.follow_if(is_active=is_active)
         elif keyword in ("for", "while", "until", "select"):
@@ -221,7 +221,7 @@ class Reader:
             )
 
     def begins_function(self, keyword: str) -> bool:
-        """Whether a function is defined here."""
+        """Whether a function definition begins: `function NAME` or `NAME ()`."""
         if keyword == "function":
             return True
         return bool(keyword) and list(self.tokens[self.at + 1 : self.at + 3]) == ["(", ")"]
@@ -292,7 +292,7 @@ class Reader:
         return value
 
     def test(self, words: Sequence[Word]) -> bool | None:
-        """The truth of a test; None for other commands and for what is not known."""
+        """The truth of a test; None if the command is no test, or its truth is unknown."""
         texts = [self.values.text_of(word) for word in words]
         is_negated = bool(texts) and texts[0] == "!"
         if is_negated:
@@ -305,7 +305,7 @@ class Reader:
         return value
 
     def begins_test(self, words: Sequence[Word]) -> bool:
-        """Whether a command is a test; others count as successful."""
+        """Whether a command is a test, whose truth is its status."""
         plain = [word.plain for word in words[:2] if word.plain != "!"]
         return bool(plain) and plain[0] in TESTS
 

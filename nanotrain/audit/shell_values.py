@@ -32,6 +32,7 @@ def without_marks(text: str) -> str:
 
 
 def _name_of_mark(match: re.Match[str]) -> str:
+    """The variable or command that a mark in a text stands for, as a script writes it."""
     name = match.group(1)
     return f"${name}" if name else "$(...)"
 
@@ -49,7 +50,7 @@ class Values:
     arguments: list[str] | None = None  # of the function that is followed; None outside of one
 
     def fields(self, words: Sequence[Word]) -> list[str]:
-        """The fields of words after expansion, as a command gets them."""
+        """The arguments that a command gets from words: their fields after expansion."""
         fields: list[str] = []
         for word in words:
             fields += self.fields_of(word)
@@ -68,7 +69,7 @@ class Values:
         return fields
 
     def with_defaults(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts with defaults, in quotes of their own, in place of variables that take them.
+        """Parts in which the default replaces each variable that takes it, as in `${NAME:-TEXT}`.
 
         `${NAME:=TEXT}` sets the variable too.
         """
@@ -134,7 +135,7 @@ class Values:
         return "" if variable.name in ("@", "*") else UNSET.format(variable.name)
 
     def text_named(self, variable: Variable) -> str | None:
-        """The value of a variable as one text: of an array the first item, or all of them."""
+        """The value of a variable as one text; an array gives its first item, or with @ all."""
         value = self.value_named(variable.name)
         if not isinstance(value, list):
             return value
@@ -196,12 +197,12 @@ def add_text(fields: list[str], text: str, *, part: Part, is_open: bool) -> bool
 
 
 def appended(old: Value, new: Value) -> Value:
-    """The value of `NAME+=...`."""
-    if isinstance(new, list):
-        return [*(old if isinstance(old, list) else [old] if old else []), *new]
-    if isinstance(old, list):
-        return [*old, new]
-    return old + new
+    """The value of `NAME+=...`: texts are joined, and an array gets further items."""
+    if isinstance(old, str) and isinstance(new, str):
+        return old + new
+    if isinstance(old, str):
+        old = [old] if old else []  # an empty text is no item
+    return [*old, *new] if isinstance(new, list) else [*old, new]
 
 
 def require_short(value: Value) -> None:

@@ -60,7 +60,7 @@ class Sum(Part):
 
 @dataclass(frozen=True)
 class Result(Part):
-    """What a command prints, or another value that is not computed."""
+    """The output of a command, or another value that is not computed."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Reader:
         return self.text[self.at : self.at + length]
 
     def skip_space(self) -> bool:
-        """Skip blanks, joined lines and comments; whether there is more."""
+        """Skip blanks, joined lines and comments; returns whether text is left."""
         while self.at < len(self.text):
             if self.peek() in " \t\r":
                 self.at += 1
@@ -155,7 +155,7 @@ class _Reader:
         return self.word()
 
     def skip_redirection(self, match: re.Match[str]) -> None:
-        """Skip a redirection with its target; of a here-document remember the end."""
+        """Skip a redirection with its target; remember the line that ends a here-document."""
         self.at = match.end()
         if self.peek() == "(":  # a process in place of a file
             self.skip_brackets("(", ")")
@@ -167,7 +167,7 @@ class _Reader:
                 self.here_documents.append(("".join(texts), self.first in SHELLS))
 
     def read_here_documents(self) -> list[Token]:
-        """The commands of the here-documents that the last line begins."""
+        """Skip the here-documents of the last line; returns the commands of scripts among them."""
         tokens: list[Token] = []
         for end, is_script in self.here_documents:
             start = self.at
@@ -180,7 +180,7 @@ class _Reader:
         return tokens
 
     def skip_lines(self, end: str) -> int:
-        """Skip the lines up to one that is `end`; the number of characters before it."""
+        """Skip lines through the one that is `end`; returns the characters before it."""
         start = self.at
         while self.at < len(self.text):
             before = self.at
@@ -278,7 +278,7 @@ class _Reader:
         return Text(is_quoted=True, text=self.take_until(end + "$`\\"))
 
     def escaped(self) -> Part:
-        """A backslash between double quotes with what it stands for."""
+        """The text of a backslash and a character between double quotes."""
         text = self.text[self.at + 1 : self.at + 2]
         self.at += 2
         if text == "\n":
@@ -293,7 +293,7 @@ class _Reader:
         return self.text[start : self.at]
 
     def expansion(self, *, is_quoted: bool) -> Part:
-        """What begins with a dollar sign or a backquote."""
+        """The part that begins with a dollar sign or a backquote: a variable, command or sum."""
         start = self.at
         if self.peek() == "`":
             end = self.text.find("`", self.at + 1)
@@ -387,7 +387,7 @@ def require_shallow(depth: int) -> None:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Parts in which texts beside each other, in the same quotes, are one."""
+    """Parts in which neighbouring texts with the same quotes are joined."""
     result: list[Part] = []
     for key, group in groupby(parts, key=_kind_of):
         if key is None:

@@ -50,15 +50,15 @@ RANKS_IN_ALL = ("--num_processes", "--num-processes", "-np", "--np", "--ntasks",
 
 @dataclass
 class Source:
-    """Arguments of Megatron-LM and what is known besides."""
+    """The arguments of a training of Megatron-LM, from a script, a log or a checkpoint."""
 
     name: str  # the file, for the report
     arguments: list[Argument]
     program: str = ""  # the Python file that is launched
     has_run: bool = False  # Megatron-LM has accepted the arguments
     ranks: int | None = None  # number of GPUs, where the script has it
-    variables: dict[str, str] = field(default_factory=dict)  # those of VARIABLES
-    notes: list[str] = field(default_factory=list)  # what was left out
+    variables: dict[str, str] = field(default_factory=dict)  # values of the names in VARIABLES
+    notes: list[str] = field(default_factory=list)  # parts of the script that were left out
     # unset variables, with the flags whose values they are
     unset: dict[str, list[str]] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ def require_flags(source: Source) -> Source:
 
 
 def is_known(flag: str) -> bool:
-    """Whether a flag is one of Megatron-LM's or of ours."""
+    """Whether Megatron-LM or nanotrain has a flag."""
     return flag in known_flags() or row_of(flag) is not None
 
 
@@ -235,7 +235,7 @@ def add_argument(source: Source, argument: Argument) -> None:
 
 
 def takes_any_text(flag: str) -> bool:
-    """Whether any text is a value of a flag, such as a path."""
+    """Whether a flag takes any text as its value, such as a path."""
     entry = FLAGS.get(flag)
     if flag == "--save":
         return True
@@ -260,7 +260,7 @@ def num_flags(words: Sequence[str]) -> int:
 
 
 def start_of_arguments(words: Sequence[str]) -> int:
-    """The index after the Python file of a launch; without one that of the first known flag."""
+    """The index after the Python file of a launch, or of the first known flag without a file."""
     for index, word in enumerate(words):
         if word.endswith(".py"):
             return index + 1
@@ -310,7 +310,7 @@ def ranks_variable(script: Script) -> int | None:
 
 
 def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:
-    """The stored arguments of a run as flags: those that are set to other values than usual.
+    """The stored arguments of a run as flags, without the arguments that have their defaults.
 
     Args:
         name: the folder, for the report.

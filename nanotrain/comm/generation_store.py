@@ -33,9 +33,9 @@ MAX_IDLE_RESTARTS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a generation."""
+    """The fault of a rank that ended a generation."""
 
-    rank: int  # at fault; another one may have noticed it
+    rank: int  # the rank at fault; another rank may have noticed it
     what: str  # the error, the signal that ended the rank, or the headline of a hang report
     time_s: float  # seconds since the epoch
     step: int = 0  # the running step of that rank; 0 if unknown
@@ -65,7 +65,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the last rank that joins a generation decides for all."""
+    """The decision on a generation: go on, or end the run. The last rank to join makes it."""
 
     error: str = ""  # why the run ends; empty where it goes on
     rank: int | None = None  # whose exception ends the run; None: all ranks raise the error
@@ -107,7 +107,7 @@ class FinalError:
 
 
 class GenerationStore:
-    """What the ranks and the launcher tell each other, in the store of a job.
+    """Facts that the ranks and the launcher share about generations, in the store of a job.
 
     Args:
         store: the store, or a part of it that no other attempt uses.
@@ -122,7 +122,7 @@ class GenerationStore:
         return int(self._store.get("number"))
 
     def end(self, number: int, fault: Fault) -> None:
-        """End a generation; where it has ended the first fault stays."""
+        """End a generation; if it has ended already, its first fault stays."""
         self._store.compare_set(f"fault-{number}", "", json.dumps(asdict(fault)))
         self._store.compare_set("number", str(number), str(number + 1))
 
@@ -140,17 +140,18 @@ class GenerationStore:
         return members
 
     def _member_rows(self) -> list[Members]:
+        """The members since each generation in which a rank left; [] while all are members."""
         if not self._store.check(["members"]):
             return []
         rows = json.loads(self._store.get("members"))
         return [Members(tuple(row["ranks"]), row["since"]) for row in rows]
 
     def let_leave(self, ranks: Sequence[int], fault: Fault) -> None:
-        """End the newest generation; only some ranks join those that follow. By the launcher alone.
+        """End the newest generation; fewer ranks join the following ones. The launcher calls this.
 
         Args:
             ranks: ranks that stay, ascending.
-            fault: why another one leaves.
+            fault: the fault of the rank that leaves.
         """
         before = self._member_rows()
         is_first_fault = False
@@ -286,9 +287,9 @@ def _reached(store: GenerationStore, number: int, *, world_size: int) -> int:
 
 
 def _idle_generations(store: GenerationStore, number: int, *, world_size: int) -> int:
-    """Generations in a row before this one that made no new step, without the first one.
+    """Number of consecutive generations before this one without a new step.
 
-    They are counted anew where a rank has left.
+    The first generation of a set of members does not count.
     """
     first = store.members(number, world_size).since
     idle = 0

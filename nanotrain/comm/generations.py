@@ -183,7 +183,7 @@ class Generations:
 
     @property
     def has_own_error(self) -> bool:
-        """Whether this rank left its last generation with an error of its own."""
+        """Whether an error of this rank ended its last generation, not the end of another rank."""
         return self._error is not None
 
     def leave(self, generation: "Generation", error: Exception) -> None:
@@ -225,6 +225,7 @@ def _is_own(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
+    """The type of an error and its first line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -282,7 +283,7 @@ class Generation:
         return self.read_step()
 
     def connected(self, read_step: Callable[[], int]) -> None:
-        """Note that the groups are there; `read_step` returns the running step."""
+        """Note that the process groups exist; `read_step` returns the running step."""
         self.connected_s = time.time()
         self.read_step = read_step
 
@@ -339,13 +340,14 @@ class Generation:
         return True
 
     def wait_for_restart(self, error: Exception) -> bool:
-        """Wait until it is known that a restart in place follows a failed collective.
+        """Whether a restart in place follows a failed collective; waits until that is known.
 
-        False if it ends the run, so that a rank has to report it.
+        If not, the run ends, and the rank has to report the error.
         """
         return self.is_supervised or self.wait_for_end(error)
 
     def _has_ended_in_store(self) -> bool:
+        """Whether the store has a later generation."""
         return self._generations.store.current() != self.number
 
     def _finish(self) -> None:
@@ -358,7 +360,7 @@ class Generation:
                     raise GenerationEnded("another rank failed after this one had finished")
 
     def _watch(self, poll_s: float) -> None:
-        """Wait for the end of the generation, then end what this rank waits for; on a thread."""
+        """Wait for the end of the generation, then interrupt the main thread; on a thread."""
         with suppress(RuntimeError):  # the process that serves the store has ended
             while not self._has_ended_in_store():
                 if self._left.wait(timeout=poll_s):

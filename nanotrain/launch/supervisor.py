@@ -42,7 +42,7 @@ class Process(Protocol):
         """The exit code, negative for a signal; None while it runs."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal to it, unless it has ended."""
+        """Send a signal to the process, unless it has ended."""
 
 
 class RankStarter:
@@ -220,7 +220,7 @@ class Supervisor:
         return failed
 
     def _goes_on_after(self, rank: int, code: int) -> bool:
-        """Start a rank again that ended, or let it leave; False if its end is that of the run."""
+        """Start a rank again that ended, or let it leave; False if the run ends with it."""
         is_within = self._num_restarts < self._limits.max_restarts or not self._is_new_fault(rank)
         if self._stops or not is_within:
             return False
@@ -268,15 +268,15 @@ class Supervisor:
             self._ended.add(number)
 
     def _end_run(self, rank: int, code: int) -> None:
-        """Tell the ranks that are left that the run ends: they would wait for one that is gone."""
+        """Tell the remaining ranks that the run ends; they would wait for the rank that ended."""
         what = describe_exit(code)
         self._store.publish_final_error(FinalError(f"rank {rank}: {what}", is_reported=True))
         self._store.end_generation_of(Fault(rank, what, time.time(), is_death=True))
 
     def _let_leave(self, rank: int, code: int, *, num_staying: int) -> None:
-        """End the generation of a rank that ended, and go on with the first of those that live.
+        """End the generation of a rank that ended, and go on with the first `num_staying` others.
 
-        Where they are more than form the layout, the last ones leave too, and end by themselves.
+        The rest of the others leave too, and end by themselves.
         """
         self._count_restart(rank)
         staying = [member for member in self._members if member != rank][:num_staying]

@@ -81,14 +81,14 @@ def per_token(weight: Tensor, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
 
 
 def invariant_rms_norm(norm: RMSNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """`RMSNorm.forward`: [..., H] -> the same shape and dtype."""
+    """`RMSNorm.forward` [..., H] -> [..., H], with an exact sum for the gradient of the weight."""
     x32 = as_fp32(x).contiguous()
     normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
     return scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks).to(x.dtype)
 
 
 def invariant_layer_norm(norm: LayerNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """`LayerNorm.forward`: [..., H] -> the same shape and dtype."""
+    """`LayerNorm.forward` [..., H] -> [..., H], with exact sums for gradients of parameters."""
     x32 = as_fp32(x).contiguous()
     normalized = F.layer_norm(x32, x.shape[-1:], eps=norm.eps)
     out = scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks)
@@ -168,32 +168,39 @@ class InvariantHead:
 
 
 def _embedding(embedding: Embedding, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of an embedding, with positions per sample."""
     return InvariantEmbedding(embedding.forward)
 
 
 def _head(head: Head, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of a head: logits and loss in fixed blocks of tokens and vocabulary."""
     return InvariantHead(head, blocks)
 
 
 def _rms_norm(norm: RMSNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of an RMSNorm."""
     return partial(invariant_rms_norm, norm, blocks=blocks)
 
 
 def _layer_norm(norm: LayerNorm, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of a LayerNorm."""
     return partial(invariant_layer_norm, norm, blocks=blocks)
 
 
 def _mlp(mlp: MLP, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of an MLP, whose activation is computed in whole vectors."""
     mlp.activation = InWholeVectors(mlp.activation)
     return mlp.forward
 
 
 def _moe(layer: MoELayer, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of an MoE layer, whose experts read blocks of tokens."""
     layer.experts.activation = InWholeVectors(layer.experts.activation)
     return use_token_blocks(layer, blocks)
 
 
 def _router(router: Router, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The forward of a router, with logits in blocks of tokens."""
     assert router.scale is None and router.expert_scale is None and router.bias is None
     if router.moe.router_score_function == "sigmoid":
         router.score = InWholeVectors(router.score)

@@ -50,7 +50,7 @@ SLOT_BYTES = 4
 
 
 class _Joined(torch.autograd.Function):
-    """A tensor whose gradients are added before they are added to those of its other uses."""
+    """A tensor with several uses whose gradients are added up first, before any other gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,16 +59,16 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """The gradient unchanged."""
+        """The gradient unchanged, after autograd has added all uses."""
         return grads[0]
 
 
 @dataclass(frozen=True)
 class ProductBlocks:
-    """The blocks of matrices that ranks of etp share, those of outputs or, in a row, of inputs.
+    """The blocks of experts' matrices over etp: blocks of outputs, or of inputs if `is_row`.
 
-    A sum over the blocks of all ranks is that of the first rank; the others have -0, which adds
-    nothing where the token dispatcher adds the ranks.
+    The first rank has the sum over the blocks of all ranks. The others have -0, so that the token
+    dispatcher, which adds the ranks, adds nothing.
     """
 
     num_addends: int  # of a weight gradient
@@ -133,7 +133,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the rows, and that of the weight in fp64."""
+        """The gradients of the rows, and of the weight in fp64."""
         rows, weight = ctx.saved_tensors
         needs_dgrad, trains_weight = ctx.needs_input_grad[:2]
         grad_rows = None
@@ -247,7 +247,7 @@ def blocked_logits(hidden: Tensor, weight: Tensor, *, blocks: UnitBlocks) -> Ten
 
 
 def use_token_blocks(layer: MoELayer, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Let an MoE layer send tokens with their slots, and its experts read them; its forward."""
+    """Change an MoE layer so that experts read tokens with their slots; returns its forward."""
     dispatcher = layer.dispatcher
     etp = Group.single_rank("etp")
     rank = 0

@@ -51,7 +51,7 @@ def sum_in_order(heads: Tensor) -> Tensor:
 
 
 def use_ordered_heads(attention: MultiLatentAttention, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Let a layer add the gradients of the shared key in a fixed order; its forward."""
+    """Change a layer to add gradients of the shared key in a fixed order; returns its forward."""
     tensor_parallel = attention.tensor_parallel
     num_blocks = blocks.local(tensor_parallel.group)
 

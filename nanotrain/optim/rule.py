@@ -121,10 +121,12 @@ class MatrixArithmetic:
 
 
 def _add_scaled(main: Tensor, update: Tensor, *, factor: float) -> None:
+    """main += factor * update."""
     main.add_(update, alpha=factor)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """[1], the product of two flat tensors."""
     return (left @ right)[None]
 
 

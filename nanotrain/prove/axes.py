@@ -52,7 +52,7 @@ class Axes:
 
     @classmethod
     def of(cls, topology: Topology, *, rank: int = 0) -> Self:
-        """The axes of a topology, as one of its ranks needs them.
+        """The axes of a topology; `ends` are the first and the last stage of one rank.
 
         Raises:
             TopologyError: the borders of two groups do not nest, so that no axes have both.

@@ -43,7 +43,7 @@ NO_SHARD: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Proof:
-    """What was typed, and what is wrong."""
+    """The ranks and operators that were typed, and the faults that were found."""
 
     topology: Topology
     ranks: tuple[int, ...]  # that were typed
@@ -63,7 +63,7 @@ class Proof:
         return "\n".join([*lines, *self.verdict()])
 
     def verdict(self) -> list[str]:
-        """What is proved, or the faults."""
+        """One line on the proof, or one per fault."""
         if self.faults:
             return [f"error: {fault}" for fault in self.faults]
         parameters = count_of(len(self.parameters), "parameter")
@@ -127,7 +127,7 @@ def prove(config: Config, world_size: int) -> Proof:
 
 
 def verdict(loaded: Loaded, world_size: int) -> list[str]:
-    """What `nanotrain parity` has compared, and what types prove of the same layout."""
+    """Lines on a layout: the numbers that parity has compared, and the facts that types prove."""
     config = with_known_model(loaded.config, loaded.explicit)
     compared = "compared: losses, norms, gradients and weights, as numbers of the small model"
     try:

@@ -60,7 +60,7 @@ class MessageTypes:
         self._hidden = self._heads if parallel.sequence_parallel else self._tokens
 
     def start_transfers(self, original: Callable[..., None]) -> Callable[..., None]:
-        """`_Step.start_transfers`: check what is sent, and declare what is received."""
+        """`_Step.start_transfers`: check the types of sent tensors, set the types of received."""
 
         def wrapper(step: Any, batch: TransferBatch) -> None:
             for send in batch.sends:

@@ -57,7 +57,7 @@ class _Tensors(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """What the type of a result needs to know of an operator."""
+    """The facts about an operator that the type of its result depends on."""
 
     name: str
     has_out: bool  # whether it writes to an argument `out`
@@ -66,6 +66,7 @@ class _Traits(NamedTuple):
 
 @cache
 def _traits(func: Any) -> _Traits:
+    """The facts about an operator."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return _Traits(
         func.overloadpacket.__name__,
@@ -145,7 +146,7 @@ class TypedRecorder(Recorder):
         operands: list[Tensor],
         result: Any,
     ) -> None:
-        """The types of what an operator returns or writes."""
+        """Set the types of the tensors that an operator returns or writes."""
         traits = _traits(func)
         name = traits.name
         if traits.has_out:  # the former values of its output are not read
@@ -170,7 +171,7 @@ class TypedRecorder(Recorder):
     def _type_tensors(
         self, name: str, args: Sequence[Any], *, operands: list[Tensor], targets: list[Tensor]
     ) -> None:
-        """The types of what an operator on tensors returns or writes."""
+        """Set the types of the tensors that an operator computes from tensors."""
         target = targets[0]
         if name == "copy_":
             self.types.copy(args[1], target)
@@ -287,7 +288,7 @@ class TypedRecorder(Recorder):
         return [Piece(0, target.numel(), self.types.of(operand))]
 
     def _is_of_versions(self, args: Sequence[Any]) -> bool:
-        """Whether rows are added, each the version that one rank has of the same gradients."""
+        """Whether a sum adds rows of gradients: one row per rank, with its addends."""
         is_of_rows = len(args) > 1 and list(args[1]) == [0] and args[0].is_contiguous()
         return is_of_rows and self._has_gradients(args[0])
 
@@ -297,6 +298,7 @@ class TypedRecorder(Recorder):
         return any(kind is not ZERO and kind.factor is not None for kind in kinds)
 
     def _all_reduce(self, call: Call, tensors: _Tensors) -> None:
+        """Every piece becomes its sum over the group."""
         (tensor,) = tensors.outputs
         reduced = []
         for piece in self.types.pieces(tensor):
@@ -304,6 +306,7 @@ class TypedRecorder(Recorder):
         self.types.write(tensor, reduced)
 
     def _reduce_scatter(self, call: Call, tensors: _Tensors) -> None:
+        """The output is this rank's shard of the sum; ranks of the group have other shards."""
         (tensor,) = tensors.inputs
         (output,) = tensors.outputs
         mask = self.axes.mask(call.ranks)
@@ -320,7 +323,7 @@ class TypedRecorder(Recorder):
         self.types.write(output, scattered)
 
     def _reduced(self, kind: Type | None, call: Call) -> Type | None:
-        """The type of a sum over a group; checks that the sum is one of different values."""
+        """The type of a sum over a group; a fault if its addends are equal or are shards."""
         if kind is ZERO:
             return ZERO
         mask = self.axes.mask(call.ranks)
@@ -348,9 +351,11 @@ class TypedRecorder(Recorder):
         return cleared
 
     def _wrong_sum(self, what: str, call: Call, *, mask: int) -> None:
+        """Note the fault of a collective that adds the wrong values."""
         self.fault(f"{what} over {self.axes.describe(mask)}, by {call.op} at {call.place}")
 
     def _all_gather(self, call: Call, tensors: _Tensors) -> None:
+        """All ranks of the group get the shards of all, so that the output is equal on them."""
         (tensor,) = tensors.inputs
         (output,) = tensors.outputs
         mask = self.axes.mask(call.ranks)
@@ -370,7 +375,7 @@ class TypedRecorder(Recorder):
         self.types.write(output, gathered)
 
     def _set_gathered(self, output: Tensor, tensor: Tensor, *, mask: int) -> None:
-        """The types of tensors of all ranks, after each other, that are alike on each rank."""
+        """Set the types of `output`: every rank's tensor in turn, with the pieces of `tensor`."""
         pieces = []
         for start in range(0, output.numel(), max(tensor.numel(), 1)):
             for first, last, kind in self.types.pieces(tensor):
@@ -381,6 +386,7 @@ class TypedRecorder(Recorder):
             self.types.write(output, pieces)
 
     def _all_to_all(self, call: Call, tensors: _Tensors) -> None:
+        """Every rank gets other values, unless each sends the same to all."""
         (tensor,) = tensors.inputs
         (output,) = tensors.outputs
         mask = self.axes.mask(call.ranks)
@@ -396,7 +402,7 @@ class TypedRecorder(Recorder):
             self.types.set(output, Type(kind.differs | mask))
 
     def _sends_copies(self, call: Call, tensor: Tensor) -> bool:
-        """Whether every rank is sent the same."""
+        """Whether this rank sends the same values to every rank of the group."""
         sent = set(call.splits[0]) if call.splits else set()
         return self.types.num_copies(tensor) == len(call.ranks) and len(sent) < 2
 
@@ -408,7 +414,7 @@ class TypedRecorder(Recorder):
             self._reduce_scatter(call, _Tensors(tensors.inputs, [row]))
 
     def _send(self, call: Call, tensors: _Tensors) -> None:
-        """A message in a ring: what this rank has received has the type of what it sends.
+        """A message in a ring: the received tensor has the type of the one that is sent.
 
         Messages between stages have the types of messages.py.
         """
@@ -419,6 +425,7 @@ class TypedRecorder(Recorder):
             self.types.set(waiting.pop(0), Type(kind.differs | self.axes.mask(call.ranks)))
 
     def _receive(self, call: Call, tensors: _Tensors) -> None:
+        """A received tensor can differ on every rank, until the message that is sent types it."""
         (tensor,) = tensors.outputs
         if self.axes.mask(call.ranks) != self.axes.masks["pp"]:
             self._received.setdefault((call.ranks, tensor.numel()), []).append(tensor)
@@ -436,4 +443,5 @@ def _num_copies(name: str, args: Sequence[Any]) -> int:
 
 
 def _last_element(piece: Piece) -> int:
+    """The key by which pieces are ordered."""
     return piece.last

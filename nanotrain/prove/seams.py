@@ -76,7 +76,7 @@ class Seams:
             yield
 
     def _wrapped(self) -> list[tuple[object, str, Any]]:
-        """Owner and name of the functions of the seams, and what wraps them."""
+        """For each function of the seams: its owner, its name, and a function that wraps it."""
         messages = MessageTypes(self.plan, axes=self.axes, recorder=self.recorder)
         return [
             # kernels whose stand-ins on the meta device compute nothing
@@ -141,7 +141,7 @@ class Seams:
         return replace(batch, num_target_tokens=num_local * self.plan.topology.size("dp"))
 
     def check_weights(self, run: Run) -> None:
-        """After a step: ranks that hold the same elements of a parameter have equal ones."""
+        """Check after a step that ranks with the same elements of a parameter agree on them."""
         for data_parallel in run.data_parallel:
             for bucket in data_parallel.buckets:
                 if data_parallel.options.strategy.shard_params:
@@ -175,7 +175,7 @@ class Seams:
         return wrapper
 
     def _slice(self, original: Any) -> Any:
-        """`autograd._local_slice`: a slice of equal values is another one on every rank."""
+        """`autograd._local_slice`: every rank of the group takes another slice."""
 
         def wrapper(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
             kind = self.recorder.types.of(tensor)
@@ -187,7 +187,7 @@ class Seams:
         return wrapper
 
     def _count_copies(self, original: Any) -> Any:
-        """`norm.reduce_from`: squares of heads that several ranks hold are divided by them."""
+        """`norm.reduce_from`: if several ranks hold a head, each adds a share of its squares."""
 
         def wrapper(squares: Tensor, group: Group) -> Tensor:
             kind = self.recorder.types.of(squares)
@@ -199,7 +199,7 @@ class Seams:
         return wrapper
 
     def _optimizer_step(self, original: Any) -> Any:
-        """`DistributedOptimizer.step`: its sums are of the layers of a stage, others add zeros."""
+        """`DistributedOptimizer.step`: its `sums` have numbers of a stage's layers, else zeros."""
 
         def wrapper(optimizer: DistributedOptimizer, *args: Any, **options: Any) -> Any:
             sums: Tensor | None = options.get("sums")
@@ -212,7 +212,7 @@ class Seams:
         return wrapper
 
     def _once(self, original: Any) -> Any:
-        """`Group.once`: equal values that one rank adds to a sum are a partial sum."""
+        """`Group.once`: the first rank keeps its values and the others get zeros: a partial sum."""
 
         def wrapper(group: Group, tensor: Tensor) -> Tensor:
             kind = self.recorder.types.of(tensor)
@@ -266,14 +266,17 @@ class Seams:
         self.typed.add(spec.name)
 
     def _is_at_both_ends(self, spec: ParamSpec) -> bool:
-        """Whether the first and the last stage use a parameter, each a copy of its own."""
+        """Whether the first and the last stage have a copy of a parameter each."""
         shape = self.plan.shape
         is_used = shape.is_tied or shape.num_mtp_layers > 0
         is_word = spec.is_embedding_or_output and spec.unit == "embedding"
         return is_used and is_word and len(self.axes.end_ranks) > 1
 
     def _grads_for_norm(self, original: Any) -> Any:
-        """`BucketState.grads_for_norm`: note which elements no neighbour counts."""
+        """`BucketState.grads_for_norm`: note the elements that this rank alone adds to the norm.
+
+        Along each axis, elements are alone if the rank with the next value does not add them too.
+        """
 
         def wrapper(state: BucketState) -> list[Tensor]:
             counted = list(original(state))
@@ -290,7 +293,7 @@ class Seams:
         return wrapper
 
     def _squared_norm(self, original: Any) -> Any:
-        """`squared_norm`: its gradients are complete, and every element is counted by one rank."""
+        """`squared_norm`: check that one rank adds each element, and type the sum as partial."""
 
         def wrapper(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
             for shard in grad_shards:
@@ -342,7 +345,7 @@ class Seams:
                 )
 
     def _scale_grads(self, original: Any) -> Any:
-        """`DistributedOptimizer._scale_grads`: all ranks have the same factor."""
+        """`DistributedOptimizer._scale_grads`: check that all ranks have the same factor."""
 
         def wrapper(optimizer: DistributedOptimizer, factor: Tensor) -> None:
             self._check_equal(factor, "the factor that clips gradients")
@@ -353,7 +356,7 @@ class Seams:
         return wrapper
 
     def _run_rules(self, original: Any) -> Any:
-        """`DistributedOptimizer._run_rules`: all ranks take the same step."""
+        """`DistributedOptimizer._run_rules`: check that all ranks take the same step."""
 
         def wrapper(optimizer: DistributedOptimizer, update: UpdateStep) -> None:
             self._check_equal(update.number, "the number of updates")
@@ -363,7 +366,7 @@ class Seams:
         return wrapper
 
     def _run_schedule(self, original: Any) -> Any:
-        """`run_schedule`: the loss is divided by the target tokens of all ranks."""
+        """`run_schedule`: check that the loss is divided by the target tokens of all ranks."""
 
         def wrapper(*args: Any, grad_scale: float | Tensor, **kwargs: Any) -> Tensor:
             if isinstance(grad_scale, float):
@@ -386,10 +389,10 @@ class Seams:
         def wrapper(update: MatrixUpdate, values: UpdateStep, *, device: torch.device) -> None:
             original(update, values, device=device)
             for bucket in update._buckets:
-                for part in bucket.parts:
-                    for entry in part.part.ranges:
-                        first = entry.start - part.part.start
-                        elements = part.main.values[first : first + entry.numel]
+                for state in bucket.parts:
+                    for entry in state.part.ranges:
+                        first = entry.start - state.part.start
+                        elements = state.main.values[first : first + entry.numel]
                         spec = entry.param.spec
                         kind = Type(self.sharded(spec) | self._shards[spec.name])
                         self.recorder.types.set(elements, kind)
@@ -397,6 +400,7 @@ class Seams:
         return wrapper
 
     def _check_equal(self, tensor: Tensor, what: str) -> None:
+        """Check that a tensor is equal on all ranks; `what` names it in the fault."""
         kind = self.recorder.types.of(tensor)
         if kind is not ZERO and kind.differs:
             axis = self.axes.describe(kind.differs)
@@ -404,7 +408,7 @@ class Seams:
 
 
 def _ranges_of(tensor: Tensor, bucket: ParamBucket) -> tuple[FlatRange, ...]:
-    """The param ranges of this rank's shard, or of what it updates."""
+    """The param ranges of a tensor: of this rank's shard, or of the part that it updates."""
     if tensor.numel() == bucket.layout.update_numel:
         return bucket.update_ranges
     whole = replace(bucket.layout, num_outer_shards=1)
@@ -427,7 +431,7 @@ def _neighbour(rank: int, digit: Digit) -> int:
 
 
 def _as_rank(state: BucketState, rank: int, *, topology: Topology) -> Any:
-    """What another rank reads to choose the gradients of its norm, with the shard of this one."""
+    """A state as `grads_for_norm` reads it on another rank, with the gradients of this one."""
     ranges = []
     for part in state.bucket.update_ranges:
         ranges.append(replace(part, param=_param_on(part.param.spec, rank, topology=topology)))
@@ -441,14 +445,14 @@ def _as_rank(state: BucketState, rank: int, *, topology: Topology) -> Any:
 
 
 def _param_on(spec: ParamSpec, rank: int, *, topology: Topology) -> LocalParam:
-    """What another rank holds of a parameter."""
+    """The part of a parameter that another rank holds."""
     coords = topology.coords(rank)
     sizes = {axis: topology.size(cast(GroupName, axis)) for axis in coords}
     return localize(spec, coords=coords, sizes=sizes)
 
 
 def _without(tensor: Tensor, others: Sequence[Tensor], *, flat: Tensor) -> Iterator[Tensor]:
-    """The parts of a flat tensor that none of the others has."""
+    """The parts of a slice of `flat` that no other slice of it covers."""
     first = tensor.storage_offset() - flat.storage_offset()
     stop = first + tensor.numel()
     for other in sorted(others, key=Tensor.storage_offset):

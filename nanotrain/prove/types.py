@@ -21,11 +21,11 @@ from torch import Tensor
 
 
 class Type(NamedTuple):
-    """What ranks that differ along an axis hold; an axis in neither mask has equal values."""
+    """Along which axes the values of ranks vary or are addends; along others they are equal."""
 
     varying: int = 0  # mask of axes
     partial: int = 0  # mask of axes over which the values are still to be summed
-    # factor of a gradient beside that of the loss; None for other tensors
+    # factor of a gradient, relative to the gradient of the loss; None for other tensors
     factor: float | None = None
     name: str = ""  # parameter of a gradient
 
@@ -56,7 +56,7 @@ class _Segment(NamedTuple):
 
 
 def join(types: list[Type | None]) -> Type | None:
-    """The type of a result that depends on values of these types, as no sum."""
+    """The type of a result that is computed from values of these types but is not their sum."""
     varying = 0
     is_zero = True
     for item in types:
@@ -76,7 +76,7 @@ class _Storage:
     num_copies: int = 1  # equal parts that the storage consists of
 
     def segment_around(self, tensor: Tensor) -> _Segment | None:
-        """The segment that has all elements of a tensor; None if there are several."""
+        """The segment with all elements of a tensor; None if they are in several segments."""
         if self.is_uniform:
             return self.segments[0]
         first = int(tensor.storage_offset()) * tensor.itemsize
@@ -98,7 +98,7 @@ class TypeMap:
         self._storages: dict[int, _Storage] = {}
 
     def of(self, tensor: Tensor) -> Type | None:
-        """The type of a tensor: that of its only piece, or of a value that depends on all."""
+        """The type of a tensor; if its pieces differ, of a value that depends on all of them."""
         stored = self._storages.get(tensor.untyped_storage()._cdata)
         if stored is None:
             return ZERO
@@ -111,7 +111,7 @@ class TypeMap:
         return join(list(types))
 
     def is_mixed(self, tensor: Tensor) -> bool:
-        """Whether pieces of a tensor have types of their own."""
+        """Whether a tensor has several pieces of different types."""
         stored = self._storages.get(tensor.untyped_storage()._cdata)
         if stored is None or stored.is_uniform:
             return False
@@ -149,7 +149,7 @@ class TypeMap:
             self.write(tensor, [Piece(0, numel, kind)])
 
     def write(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Give the elements of a tensor types, all of them and in order."""
+        """Set the types of a tensor's elements; the pieces have all elements in their order."""
         storage = tensor.untyped_storage()
         written = list(_segments(tensor, pieces))
         stored = self._storages.get(storage._cdata)
@@ -259,7 +259,7 @@ def _segments(tensor: Tensor, pieces: Sequence[Piece]) -> Iterator[_Segment]:
 
 
 def _cover(segments: Sequence[_Segment], *, first: int, last: int) -> Iterator[_Segment]:
-    """The segments of bytes [first, last), those that are left out among them."""
+    """The segments of bytes [first, last), with segments of type ZERO in the gaps."""
     for index in range(bisect_right(segments, first, key=lambda item: item.last), len(segments)):
         segment = segments[index]
         if segment.first >= last:
@@ -275,7 +275,7 @@ def _cover(segments: Sequence[_Segment], *, first: int, last: int) -> Iterator[_
 
 
 def _without(segments: Sequence[_Segment], written: Sequence[_Segment]) -> Iterator[_Segment]:
-    """What is left of segments beside bytes that are written."""
+    """The parts of segments outside of the written bytes."""
     ordered = sorted(written, key=lambda item: item.first)
     for segment in segments:
         first = segment.first

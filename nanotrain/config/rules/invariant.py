@@ -33,6 +33,7 @@ class Unsupported:
 def _leave_out(
     name: str, is_set: Callable[[Settings], bool], *, why: str, flag: str | None = None
 ) -> Unsupported:
+    """A setting whose cure is to leave its flag out."""
     flag = flag or "--" + name.replace("_", "-")
     return Unsupported(name, is_set, why, fix=f"leave {flag} out, or --invariant")
 
@@ -125,7 +126,7 @@ NOT_COMPARED = "no layout was compared with it to the bit"
 
 
 def _balances_microbatches(c: Settings) -> bool:
-    """Whether loads are balanced over other tokens than those of a sequence."""
+    """Whether loads are balanced over the tokens of several sequences."""
     if c.moe.uses_sinkhorn or c.moe.balances_quantiles:
         return True
     # numbers of kinds and coefficients that differ are another rule's error

@@ -90,7 +90,7 @@ def config_of_arguments(arguments: Mapping[str, Any], *, num_rows: int) -> Impor
 
 
 def padding_multiple(arguments: Mapping[str, Any], num_rows: int) -> int:
-    """The multiple that the rows of the embedding are padded to; 1 if they are none of it."""
+    """The multiple that the rows of the embedding are padded to; 1 if the rows are no multiple."""
     multiple = arguments.get("make_vocab_size_divisible_by")
     if not isinstance(multiple, int) or multiple < 1 or num_rows % multiple:
         return 1
@@ -153,7 +153,7 @@ def is_taken(name: str) -> bool:
 
 
 def add_flag(line: CommandLine, flag: str, *, value: Any) -> None:
-    """Add a flag without a field: one that is True, or one of the listed ones with its value."""
+    """Add a flag that is no field: a switch that is True, or a flag of the table with its value."""
     row = row_of(flag)
     if row is None or row.kind in ("always", "no effect"):
         return
@@ -164,7 +164,7 @@ def add_flag(line: CommandLine, flag: str, *, value: Any) -> None:
 
 
 def add_setting(line: CommandLine, name: str, *, value: Any) -> None:
-    """Set a field, unless it has this value already; what has no effect is not set."""
+    """Set a field, unless the value is its default or cannot be written as text."""
     entry = ENTRIES[name]
     text = text_of_value(entry, value)
     default = megatron_values().get(entry.key, entry.default)
@@ -210,7 +210,7 @@ def literal_text(value: Any) -> str:
 
 
 def add_mamba(line: CommandLine, arguments: Mapping[str, Any]) -> None:
-    """Say that the layers are Mamba-2 where neither a pattern nor shares say what they are."""
+    """Add --is-hybrid-model, by which layers without a pattern or shares are Mamba-2."""
     flag = "--is-hybrid-model"
     row = row_of(flag)
     spec = arguments.get("spec")
@@ -220,7 +220,7 @@ def add_mamba(line: CommandLine, arguments: Mapping[str, Any]) -> None:
 
 
 def add_activation(line: CommandLine, arguments: Mapping[str, Any]) -> None:
-    """Set the activation, which is one argument for each of them there."""
+    """Set the activation, for each of which Megatron-LM has an argument."""
     for name, activation in TABLE["activations"].items():
         if arguments.get(name):
             add_setting(line, "activation", value=activation)
@@ -300,10 +300,10 @@ def is_equal(entry: Entry, value: Any, *, default: Any) -> bool:
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
-    """Check for arguments whose weights or results have no place here.
+    """Check that no argument stands for weights or results that nanotrain lacks.
 
     Raises:
-        CheckpointError: all of them.
+        CheckpointError: it names all arguments that do.
     """
     refused = []
     for name, row in TABLE["refused"].items():

@@ -51,13 +51,13 @@ UNEVEN = (
 
 
 class Weight(NamedTuple):
-    """A weight there: a key, and the indices of its dims in front."""
+    """A weight of Megatron-LM: its key, and its indices in dims of layers and experts."""
 
     key: str
     lead: tuple[int, ...]
 
 
-# the weights that a parameter there joins, one after another: nearly always one
+# the weights that a parameter of Megatron-LM joins, one after another: nearly always one
 Parameter = tuple[Weight, ...]
 
 
@@ -75,7 +75,7 @@ class Segment:
 
     bucket: str  # key of the bucket, without the kind of state
     start: int  # first element
-    pieces: tuple[Box, ...]  # boxes of the weight there, one after another
+    pieces: tuple[Box, ...]  # boxes of the weight in the bucket, one after another
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class BucketState:
             yield from self._params("embedding.word_embeddings.")  # its copy
 
     def _params_of(self, block: Block) -> Iterator[Parameter]:
-        """The parameters of a layer; experts are among them without expert parallelism."""
+        """The parameters of a layer in a buffer; with expert parallelism experts have their own."""
         layout = self._layout
         order = "local" if layout.has_local_layers else "transformer_engine"
         if self._num_experts and layout.ep == 1 and layout.etp != layout.tp:
@@ -340,6 +340,7 @@ class BucketState:
                 yield from self._params(prefix + module)
 
     def _is_last(self, stage: int, chunk: int) -> bool:
+        """Whether a model chunk is the last one of the model."""
         return stage == self._layout.pp - 1 and chunk == self._layout.num_chunks - 1
 
     def _blocks_of(self, stage: int, chunk: int) -> Sequence[Block]:

@@ -51,7 +51,7 @@ class MegatronChunk:
     box: Box  # the chunk in it
     sources: tuple[TensorBox, ...]  # boxes of our tensors
     num_groups: int = 1  # number of row groups of a source; the groups of the sources alternate
-    pairs: RotaryPairs | None = None  # the order there of rotary channels
+    pairs: RotaryPairs | None = None  # the order of rotary channels in Megatron-LM
 
 
 class StackIndex(NamedTuple):
@@ -212,4 +212,5 @@ def extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
 
 
 def _join_numbers(numbers: Shape) -> str:
+    """Numbers with dots between them."""
     return ".".join(map(str, numbers))

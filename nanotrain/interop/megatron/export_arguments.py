@@ -26,7 +26,7 @@ VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 
 
 def arguments_of_config(config: Config, *, batch_size: int) -> dict[str, Any]:
-    """The arguments of a configuration: model, optimizer, and what changes the next step.
+    """The arguments of a configuration that change the model, the optimizer or the next step.
 
     Args:
         config: the configuration of a run.
@@ -69,7 +69,7 @@ def argument_value(name: str, value: Any) -> Any:
         try:
             return ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            return value  # an expression, which is read there and here
+            return value  # an expression, which both programs read
     if name.endswith("_dtype") and isinstance(value, str):
         return TORCH_DTYPES.get(value, value)
     return value

@@ -70,7 +70,7 @@ FP32 = torch.float32
 
 @dataclass(frozen=True)
 class MegatronExport:
-    """What is written from a checkpoint."""
+    """The parts of a checkpoint of nanotrain that are written for Megatron-LM."""
 
     source: Path  # step folder
     manifest: Manifest
@@ -132,6 +132,7 @@ class _ChunkPlanner(DefaultSavePlanner):
         return join_rows(sources, chunk).to(self.export.dtype_of(chunk))
 
     def _item(self, chunk: MegatronChunk) -> WriteItem:
+        """The entry of a chunk in torch's plan of a save."""
         start = torch.Size(chunk.box.start)
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=start, sizes=torch.Size(chunk.box.shape)),
@@ -149,7 +150,7 @@ class _AliasWriter(FileSystemWriter):
         self._aliases = aliases
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of what was written."""
+        """Write the index of the checkpoint, in which aliases name the same values."""
         entries = dict(metadata.state_dict_metadata)
         named = []
         for result in chain.from_iterable(results):
@@ -200,7 +201,7 @@ def export_megatron(
 
 
 def plan_export(path: Path, *, dtype: str, optim: bool, options: StateOptions) -> MegatronExport:
-    """What is written from a checkpoint; arguments and errors as above.
+    """The parts of a checkpoint to write; arguments and errors as of `export_megatron`.
 
     A checkpoint of step 0 or without state is written as weights alone.
     """
@@ -237,7 +238,7 @@ def common_state(export: MegatronExport) -> dict[str, Any]:
 
 
 def describe(export: MegatronExport) -> list[str]:
-    """What was written beside the weights, changed and left out, one line each."""
+    """Lines on the exported optimizer, on changed settings and on parts that are left out."""
     lines = []
     if export.common:
         counters = read_counters(export.manifest)

@@ -44,10 +44,10 @@ STATE = "optimizer/"
 
 @dataclass(frozen=True)
 class StateOptions:
-    """What the optimizer that loads the state must be known by."""
+    """Facts about the run of Megatron-LM that loads the state, which its checkpoints depend on."""
 
-    # ranks over which a layer's experts are split there; with several, experts have an optimizer
-    # of their own. None: as in the run
+    # ranks over which it splits a layer's experts; with several, experts have an optimizer of their
+    # own. None: as in the run of nanotrain
     expert_ranks: int | None = None
     # torch.optim.AdamW reads the number of updates per parameter, where transformer-engine's and
     # Apex's FusedAdam take none; the distributed optimizer reads it from the groups
@@ -105,7 +105,7 @@ def require_state(config: Config, manifest: Manifest) -> None:
     if optim.decoupled_lr is not None:
         reasons.append("decoupled_lr (its parameter groups are not told apart when it is loaded)")
     if "trained_sets" in manifest.objects["optimizer"]:
-        reasons.append("parameters that were frozen (all have one number of updates there)")
+        reasons.append("parameters that were frozen (Megatron-LM has one number of updates)")
     missing = missing_state(manifest)
     if missing and not reasons:
         reasons.append(f"weights without state, as {missing[0]}")
@@ -173,12 +173,12 @@ def aliases(chunks: Iterable[MegatronChunk], *, has_main: bool) -> dict[str, lis
 
 
 def run_state(config: Config, manifest: Manifest, *, options: StateOptions) -> dict[str, Any]:
-    """The entries of common.pt beside those of the weights.
+    """The entries of common.pt about the run: arguments, optimizer and schedules.
 
     Args:
         config: the configuration of the run.
         manifest: a checkpoint that `require_state` accepts.
-        options: for which optimizer.
+        options: facts about the run that loads them.
     """
     counters = read_counters(manifest)
     expert_ranks = options.expert_ranks or config.parallel.expert_model_parallel_size
@@ -200,7 +200,7 @@ def run_state(config: Config, manifest: Manifest, *, options: StateOptions) -> d
 
 
 def notes(config: Config, arguments: Mapping[str, Any]) -> list[str]:
-    """Lines for what Megatron-LM would compute in another way.
+    """Lines on settings with which Megatron-LM computes other results.
 
     Args:
         config: the configuration of the run.
@@ -256,10 +256,10 @@ def lr_schedule(config: Config, counters: RunCounters) -> LRSchedule:
 def optimizer_entry(
     schedule: LRSchedule, counters: RunCounters, *, options: StateOptions, is_expert: bool = False
 ) -> dict[str, Any]:
-    """The entry of one optimizer, with what each kind of it reads.
+    """The entry of one optimizer, which any kind of Megatron-LM's optimizers can read.
 
-    That of fp32 weights reads its groups in the entry, the others in an inner entry. Each entry has
-    groups of its own, since Megatron-LM adds parameters to them.
+    An optimizer of fp32 weights reads its groups in the entry, the others in an inner entry. Both
+    have their own groups, since Megatron-LM adds parameters to them.
     """
     state = {}
     if options.has_torch_adam:
@@ -311,7 +311,7 @@ def param_groups(
 
 
 def scheduler_state(schedule: LRSchedule, consumed_samples: int) -> dict[str, Any]:
-    """The state of the schedules, whose steps are samples there."""
+    """The state of the schedules, whose steps are samples in Megatron-LM."""
     optim = schedule.optim
     warmup = schedule.warmup_samples
     start_wd = optim.weight_decay

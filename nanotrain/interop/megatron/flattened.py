@@ -1,6 +1,6 @@
 """State of the distributed optimizer in the form `fully_sharded_model_space`.
 
-A weight of the shape [X, Y], of which every model-parallel rank has [x, y], has there a state of
+A weight of the shape [X, Y], of which a model-parallel rank has [x, y], has a state of this form of
 the shape [X / x, Y / y, x * y], whose last dim is sharded over data parallelism. Earlier versions
 of megatron-core wrote it; 0.16.1 does not.
 

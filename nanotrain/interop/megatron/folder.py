@@ -39,7 +39,7 @@ FIX = "name a folder of --save of Megatron-LM, or one iter_NNNNNNN of it"
 
 @dataclass(frozen=True)
 class CommonState:
-    """What all ranks of a checkpoint share."""
+    """Values that all ranks of a checkpoint share, from its file common.pt."""
 
     arguments: Mapping[str, Any]  # of the run, by their names in the program; empty: not stored
     step: int

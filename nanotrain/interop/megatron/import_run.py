@@ -1,4 +1,4 @@
-"""Write a checkpoint of Megatron-LM as one of ours, with the state of the optimizer.
+"""Write a checkpoint of Megatron-LM as one of nanotrain, with the state of the optimizer.
 
     import_megatron   the folder, and the lines that say what it has
 
@@ -91,7 +91,7 @@ class MegatronCheckpoint:
 
 @progress("importing")
 def import_megatron(path: Path, output: Path, *, optim: bool = True) -> str:
-    """Write a checkpoint of Megatron-LM as one of ours; returns lines that say what it has.
+    """Write a checkpoint of Megatron-LM as one of nanotrain; returns lines on its content.
 
     Args:
         path: a folder of --save of Megatron-LM, for its newest step, or one of its steps.
@@ -157,10 +157,10 @@ def open_folder(folder: Path) -> tuple[TensorFolder, CommonState]:
 
 
 def require_adam(config: Config) -> None:
-    """Check that the state of the optimizer is that of Adam.
+    """Check that the state is of Adam.
 
     Raises:
-        StateError: it is of another one.
+        StateError: it is of another optimizer.
     """
     if config.optim.optimizer != "adam":
         raise StateError(
@@ -195,12 +195,13 @@ def with_schedule(config: Config, scheduler: Mapping[str, Any]) -> Config:
 
 
 def warmup_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the length of the warmup, which --lr-warmup-fraction makes a float there.
+    """The settings of the warmup from its length in samples.
 
-    A length of no whole number of samples remains a fraction of the schedule, as it was set.
+    Megatron-LM's --lr-warmup-fraction can make the length a float. Such a length becomes a fraction
+    of the schedule again.
 
     Raises:
-        LookupError, ValueError: it has none.
+        LookupError, ValueError: the scheduler has no such length.
     """
     steps = finite_number(scheduler["lr_warmup_steps"], "lr_warmup_steps")
     samples = None
@@ -216,7 +217,7 @@ def warmup_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def objects_of(opened: MegatronCheckpoint) -> dict[str, Any]:
-    """The counters of the run, as a save of ours has them."""
+    """The counters of the run, as a save of nanotrain has them."""
     precision = opened.imported.config.precision
     constant = CONSTANT_SCALE | {
         "scale": precision.loss_scale or 1.0,
@@ -247,7 +248,7 @@ def consumed_samples(opened: MegatronCheckpoint) -> int:
 
 
 def describe(opened: MegatronCheckpoint) -> list[str]:
-    """What was taken, changed and left out, one line each."""
+    """One line for each thing that was imported, changed or left out."""
     lines = []
     if opened.state is None:
         lines.append("optimizer: none; the next run begins at step 0")
@@ -261,7 +262,7 @@ def describe(opened: MegatronCheckpoint) -> list[str]:
         position = opened.counters.scheduler.get("num_steps", samples)
         if position != samples:
             lines.append(
-                f"the schedules are at sample {position:,} there; here they follow the "
+                f"the schedules of Megatron-LM are at sample {position:,}; here they follow the "
                 f"{samples:,} consumed samples"
             )
     return lines + opened.imported.notes

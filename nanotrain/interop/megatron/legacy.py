@@ -146,7 +146,7 @@ class LegacyFolder:
         return target
 
     def read_object(self, key: str) -> Any:
-        """There are none.
+        """Refuse to read an object: files of ranks have none.
 
         Raises:
             CheckpointError: always.
@@ -208,7 +208,7 @@ class LegacyFolder:
                     found = self._add_chunk(shards, offset=offset, expert_rank=expert_rank)
                     num_layers = max(num_layers, found)
                 offset += num_layers
-        self._add_counters(states[Rank(0, 0, 0)].grad_scaler)
+        self._add_optimizer_state(states[Rank(0, 0, 0)].grad_scaler)
 
     def _add_chunk(
         self,
@@ -272,8 +272,8 @@ class LegacyFolder:
                     return int(dim)
         return None
 
-    def _add_counters(self, grad_scaler: Any) -> None:
-        """The state of the optimizer that all weights share, as `torch_dist` has it."""
+    def _add_optimizer_state(self, grad_scaler: Any) -> None:
+        """Add numbers of updates and loss scale to `common`, as a `torch_dist` checkpoint does."""
         shared: dict[str, Any] = {"optimizer": {"param_groups": []}}
         for step in self._steps:
             shared["optimizer"]["param_groups"].append({"step": step})

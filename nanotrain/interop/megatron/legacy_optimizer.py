@@ -31,7 +31,7 @@ Chunk = dict[str, dict[str, Tensor]]  # tensors by name and by the beginning of 
 
 
 class RankSizes(Protocol):
-    """What is needed of the layout."""
+    """The sizes of a layout that the optimizer state of a rank depends on."""
 
     @property
     def ep(self) -> int:

@@ -25,7 +25,7 @@ States = Mapping[str, Tensor]  # weight and optimizer state of a tensor, by the 
 
 
 def with_parts(tensors: Mapping[str, States]) -> dict[str, States]:
-    """The tensors of a rank, with those that join parts divided.
+    """The tensors of a rank; each tensor that joins several parts becomes one tensor per part.
 
     Args:
         tensors: tensors by name, then by the beginning of their key.

@@ -1,7 +1,7 @@
-"""Names of modules of Megatron-LM, and the modules of ours whose rows they have.
+"""Names of modules of Megatron-LM, and the modules of nanotrain whose rows they have.
 
     TABLES           names.yaml
-    blocks           the layers of a model: where their names begin, ours and theirs
+    blocks           the layers of a model: the beginnings of their names in both programs
     block_modules    the modules of a layer
     end_modules      the modules before and behind the layers
     leaves           the tensors that a module can have
@@ -22,16 +22,16 @@ from nanotrain.spec.shape import ModelShape
 LEAVES = ("weight", "bias")
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
 EXPERTS = "mlp.experts.experts."
-EXPERT_BIAS = "mlp.router.expert_bias"  # a buffer there, a tensor of the router here
+EXPERT_BIAS = "mlp.router.expert_bias"  # a buffer in Megatron-LM, a router's tensor in nanotrain
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer of the model, or the one of multi-token prediction."""
+    """A layer of the model or of multi-token prediction."""
 
-    layer: int  # its index; those of multi-token prediction are behind the others
-    ours: str  # beginning of our names
-    theirs: str  # beginning of their names, in a tensor of its own
+    layer: int  # its index; layers of multi-token prediction follow the model's
+    ours: str  # beginning of its names in nanotrain
+    theirs: str  # beginning of its names in Megatron-LM, in tensors of this layer alone
     stacked: str | None  # beginning of the names of tensors of all layers; None: there are none
 
 
@@ -47,24 +47,24 @@ def blocks(shape: ModelShape) -> Iterator[Block]:
 
 
 def block_modules(shape: ModelShape, layer: int) -> Mapping[str, Sequence[str]]:
-    """The modules of ours by the module there that joins them; nothing for unknown kinds."""
+    """Modules of nanotrain by the module of Megatron-LM that joins them; {} for unknown kinds."""
     mixer, mlp = shape.kinds(layer)
     return {**TABLES["mixers"].get(mixer, {}), **TABLES["mlps"].get(mlp, {})}
 
 
 def end_modules(shape: ModelShape) -> dict[str, str]:
-    """The modules of ours before and behind the layers, by the module there."""
+    """Modules of nanotrain before and after the layers, by the module of Megatron-LM."""
     left_out = "decoder.final_layernorm." if shape.has_half_layers else "decoder.final_norm."
     return {key: part for key, (part,) in TABLES["ends"].items() if key != left_out}
 
 
 def middle_dims(module: str) -> tuple[int, ...]:
-    """The dims of a tensor there between its rows and its columns."""
+    """The dims of a tensor of Megatron-LM between its rows and its columns."""
     return (1,) if module.startswith(tuple(TABLES["middle_dim"])) else ()
 
 
 def leaves(module: str) -> Sequence[str]:
-    """What the names of the tensors of a module end in; a full name is a tensor itself.
+    """The endings of the names of a module's tensors; ("",) for a name that is a tensor's.
 
     >>> leaves("self_attention.linear_proj."), leaves("self_attention.softmax_offset")
     (('weight', 'bias'), ('',))
@@ -73,12 +73,12 @@ def leaves(module: str) -> Sequence[str]:
 
 
 def num_row_groups(shape: ModelShape, module: str) -> int:
-    """The number of row groups of a module there, whose parts alternate group by group."""
+    """The number of row groups of a module of Megatron-LM, whose parts alternate by group."""
     return shape.query_groups if module in TABLES["by_query_group"] else 1
 
 
 def rotary_pairs(shape: ModelShape, part: str, *, layer: int) -> RotaryPairs | None:
-    """How the rotary channels of a module of ours are stored there; None: in the same order."""
+    """The heads of a nanotrain module whose rotary channels Megatron-LM reorders; else None."""
     mixer, _ = shape.kinds(layer)
     sizes = TABLES["rotary_pairs"].get(mixer, {})
     if part not in sizes or shape.mla is None:

@@ -34,11 +34,11 @@ CHAINED = 16  # optimizers in a chain: of dense weights and of experts, per mode
 
 @dataclass(frozen=True)
 class KeyedState:
-    """State with the keys of the weights behind a beginning."""
+    """State in tensors whose keys are a prefix and the key of the weight."""
 
     folder: TensorFolder
-    # the beginning of a key by the key of the weight, by kind of state; main parameters that are
-    # the weights themselves have none
+    # the prefix by kind of state, then by the key of the weight; main parameters that are the
+    # weights themselves have none
     beginnings: Mapping[str, Mapping[str, str]]
 
     def read(self, key: str, box: Box, *, kind: str) -> Tensor:
@@ -105,7 +105,7 @@ def find_state(
 
 
 def require_shape_of(folder: TensorFolder, key: str, *, other: str) -> None:
-    """Check that a state has the shape of its weight, or that of its flattened shards.
+    """Check that a state has the shape of its weight, or of the flattened shards of the weight.
 
     Args:
         folder: the checkpoint.
@@ -113,7 +113,7 @@ def require_shape_of(folder: TensorFolder, key: str, *, other: str) -> None:
         other: key of the state.
 
     Raises:
-        StateError: it has another one.
+        StateError: it has another shape.
     """
     expected = folder.tensors[key].shape
     found = folder.tensors[other].shape
@@ -214,7 +214,7 @@ def steps_of(state: Mapping[str, Any]) -> set[int]:
 
 
 def loss_scale_of(scaler: Any) -> dict[str, Any]:
-    """The state of the loss scale from that of a gradient scaler."""
+    """The state of nanotrain's loss scale from the state of Megatron-LM's gradient scaler."""
     if not isinstance(scaler, dict):
         raise ValueError("grad_scaler is no dictionary")
     # every overflow lowers it, below zero too, until the scale grows

@@ -1,12 +1,12 @@
-"""The place of each tensor of ours in the tensors of a `torch_dist` checkpoint.
+"""The place of each tensor of nanotrain in the tensors of a `torch_dist` checkpoint.
 
     Placement         all places of a model, found among the keys of a checkpoint
-    Placement.read    one box of a tensor of ours, wherever its rows lie
+    Placement.read    one box of a tensor of nanotrain, wherever its rows lie
 
-A tensor there has the same columns. Its rows are those of several tensors of ours: one after
-another (gate and up of an MLP), or by query group (queries, keys and values). Rotary channels of
-MLA are in another order. In front it may have a dim of layers and one of experts; other checkpoints
-have the number in the key instead.
+A tensor of Megatron-LM has the same columns, and the rows of several tensors of nanotrain: one
+after another (gate and up of an MLP), or by query group (queries, keys and values). Rotary channels
+of MLA are in another order. In front it may have a dim of layers and one of experts; other
+checkpoints have the number in the key instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ from nanotrain.spec.boxes import Box
 from nanotrain.spec.shape import ModelShape
 
 Shape = tuple[int, ...]
-Read = Callable[[str, Box], Tensor]  # a box of a tensor there, by its key
+Read = Callable[[str, Box], Tensor]  # a box of a tensor of Megatron-LM, by its key
 EMBEDDING = "embedding.word_embeddings.weight"
 STATE = "optimizer."  # beginning of the keys of optimizer state
 SHOWN = 4  # keys that an error lists
@@ -54,13 +54,13 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Location:
-    """A tensor of ours, or one expert of it, in a tensor there."""
+    """The place of a nanotrain tensor, or of one expert of it, in a tensor of Megatron-LM."""
 
     key: str
     lead: Shape  # indices of the dims in front: layer, expert
     rows: Rows | RotaryPairs
-    shape: Shape  # of the tensor there, without the dims in front
-    middle: Shape = ()  # dims there between rows and columns
+    shape: Shape  # of the tensor of Megatron-LM, without the dims in front
+    middle: Shape = ()  # its dims between rows and columns
 
 
 class Placement:
@@ -95,13 +95,12 @@ class Placement:
         self._check()
 
     def read(self, name: str, box: Box, *, read: Read | None = None) -> Tensor:
-        """One box of a tensor of ours.
+        """One box of a tensor of nanotrain.
 
         Args:
-            name: name of the tensor in our checkpoints.
+            name: name of the tensor in nanotrain's checkpoints.
             box: the box.
-            read: returns a box of what is read in place of a weight, by the key of the weight;
-                None: the weight.
+            read: returns a box of a weight's state by the key of the weight; None: of the weight.
 
         Raises:
             CheckpointError: a chunk is damaged.
@@ -159,7 +158,7 @@ class Placement:
         num_groups: int = 1,
         pairs: RotaryPairs | None = None,
     ) -> None:
-        """The places of the tensors of modules of ours in one of theirs."""
+        """Add the places of nanotrain modules, `parts`, which one Megatron-LM module joins."""
         for leaf in leaves(modules[0]):
             sizes = {}
             for part in parts:
@@ -179,7 +178,7 @@ class Placement:
         num_groups: int = 1,
         pairs: RotaryPairs | None = None,
     ) -> None:
-        """The places of tensors whose rows alternate by group in one tensor there."""
+        """Add the places of tensors whose rows alternate by group in one tensor of Megatron-LM."""
         numbered: list[int | None] = [None]
         own_sizes = dict(sizes)
         if keys[0].startswith(EXPERTS):
@@ -220,13 +219,13 @@ class Placement:
         return found[0] if found else None
 
     def _check(self) -> None:
-        """Check that both have the same tensors, in the same shapes."""
+        """Check that the model and the checkpoint have the same tensors, in the same shapes."""
         complaints = []
         if self._missing:
             complaints.append(f"missing: {list_some(self._missing)}")
         unplaced = [name for name in self.sizes if name not in self.locations]
         if unplaced and not self._missing:
-            complaints.append(f"without a known name there: {list_some(unplaced)}")
+            complaints.append(f"without a known name in Megatron-LM: {list_some(unplaced)}")
         wrong = []
         for locations in self.locations.values():
             for location in locations:
@@ -251,7 +250,7 @@ class Placement:
 
 
 def read_rows(location: Location, box: Box, *, read: Read) -> Tensor:
-    """One box of a tensor of ours, or of one expert of it, from the rows that it has there."""
+    """One box of a nanotrain tensor, or of one expert of it, from its rows in Megatron-LM."""
     pieces = []
     for run in location.rows.runs(box.start[0], box.stop[0]):
         zeros = [0] * len(location.middle)
@@ -281,7 +280,7 @@ def embedding_rows(folder: TensorFolder) -> int:
 
 
 def find_prefix(folder: TensorFolder) -> str:
-    """What the keys of weights have in front, as "module." of a model that was not unwrapped.
+    """The prefix of the keys of weights, such as "module." of a model that was not unwrapped.
 
     Raises:
         CheckpointError: there is no word embedding.
@@ -297,12 +296,12 @@ def find_prefix(folder: TensorFolder) -> str:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a key is that of a weight, not of optimizer or random state."""
+    """Whether a key names a weight, not optimizer or random state."""
     return f".{STATE}" not in f".{key}" and "rng_state" not in key and "_extra_state" not in key
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor of ours has a dim of experts."""
+    """Whether a tensor of nanotrain has a dim of experts."""
     return ".mlp.experts." in name
 
 

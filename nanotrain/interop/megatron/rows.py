@@ -1,7 +1,7 @@
-"""Rows of a tensor of ours among those of a tensor of Megatron-LM.
+"""Where the rows of a tensor of nanotrain are in a tensor of Megatron-LM.
 
-Rows          rows that alternate with those of other tensors, group by group
-RotaryPairs   rows of heads whose rotary channels are stored there pair by pair
+Rows          rows that alternate with rows of other tensors, group by group
+RotaryPairs   rows of heads whose rotary channels Megatron-LM stores pair by pair
 """
 
 from collections.abc import Iterator
@@ -13,29 +13,29 @@ from torch import Tensor
 
 
 class Run(NamedTuple):
-    """Rows of ours that follow one another there, at equal distances."""
+    """Consecutive rows of nanotrain whose rows in Megatron-LM have equal distances."""
 
-    start: int  # our first row
-    stop: int  # our row after the last
-    first: int  # the first row there
-    step: int = 1  # distance there
+    start: int  # first row in nanotrain
+    stop: int  # row after the last one in nanotrain
+    first: int  # first row in Megatron-LM
+    step: int = 1  # distance in Megatron-LM
 
     @property
     def last(self) -> int:
-        """The row there behind the last one."""
+        """The row after the last one in Megatron-LM."""
         return self.first + (self.stop - self.start - 1) * self.step + 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a tensor of ours among those of theirs."""
+    """The rows of a nanotrain tensor that several groups of a Megatron-LM tensor have parts of."""
 
-    first: int  # the row there of our first one
-    per_group: int  # rows of ours that follow one another there
-    stride: int  # rows there from the beginning of a group to that of the next
+    first: int  # row in Megatron-LM of the tensor's first row
+    per_group: int  # rows of the tensor in a group, one after another
+    stride: int  # rows of a group in Megatron-LM, with those of other nanotrain tensors
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Runs of our rows start <= row < stop.
+        """Runs of the rows start <= row < stop of nanotrain.
 
         >>> [tuple(run) for run in Rows(first=4, per_group=2, stride=6).runs(1, 4)]
         [(1, 2, 5, 1), (2, 4, 10, 1)]
@@ -49,20 +49,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class RotaryPairs:
-    """Heads that end in rotary channels: a pair that rotates is side by side there.
+    """Heads that end in rotary channels; in Megatron-LM the channels of a pair are neighbours.
 
-    Ours have the first channels of all pairs, then the second ones. A head of two plain and four
-    rotary channels:
+    Nanotrain has the first channels of all pairs, then the second ones. A head of two plain and
+    four rotary channels:
 
-        ours     p0 p1  a0 a1 b0 b1
-        theirs   p0 p1  a0 b0 a1 b1
+        nanotrain     p0 p1  a0 a1 b0 b1
+        Megatron-LM   p0 p1  a0 b0 a1 b1
     """
 
     plain: int  # channels of a head without a position
     rotary: int  # channels of a head that are rotated
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Runs of our rows start <= row < stop.
+        """Runs of the rows start <= row < stop of nanotrain.
 
         >>> [tuple(run) for run in RotaryPairs(plain=2, rotary=4).runs(1, 6)]
         [(1, 2, 1, 1), (2, 4, 2, 2), (4, 6, 3, 2)]
@@ -86,7 +86,7 @@ class RotaryPairs:
             start = end
 
     def to_pairs(self, values: Tensor) -> Tensor:
-        """The rows of all heads in the order there, [rows, ...]."""
+        """The rows of all heads in the order of Megatron-LM, [rows, ...]."""
         heads = values.unflatten(0, (-1, self.plain + self.rotary))
         rotary = heads[:, self.plain :].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         return torch.cat([heads[:, : self.plain], rotary], dim=1).flatten(0, 1)

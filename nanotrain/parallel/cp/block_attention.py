@@ -97,10 +97,10 @@ class BlockAttention:
 
 
 class HeadKernel:
-    """Attention with a dense mask in which every query head is a sample of its own.
+    """Attention with a dense mask that passes every query head as a separate sample.
 
-    Between other heads a head would lie where the number of local heads says, and the bits of its
-    products can depend on strides and on alignment.
+    Its bits do not depend on the number of local heads: in a tensor of several heads, that number
+    would set the strides and the alignment of a head, on which the bits of products can depend.
     """
 
     def __call__(
@@ -136,16 +136,16 @@ def _heads_as_samples(x: Tensor, num_heads: int) -> Tensor:
 
 
 class _Apart(torch.autograd.Function):
-    """The samples of [B, S, 1, D] at aligned addresses, and of its gradient too."""
+    """Copy [B, S, 1, D] so that each sample begins at an aligned address; its gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """A copy."""
+        """The copy of the samples."""
         return _with_samples_apart(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Likewise."""
+        """A copy of the gradient with aligned samples."""
         return _with_samples_apart(grads[0])
 
 

@@ -73,7 +73,7 @@ class UnitBlocks:
         return max(1, self.num_tokens // self.block_length)
 
     def by_token_block(self) -> Self:
-        """The same blocks with token blocks as rows."""
+        """These blocks with the length of a token block, for experts and replicated weights."""
         return replace(self, block_length=self.tokens_per_block)
 
     def local(self, group: Group) -> int:
