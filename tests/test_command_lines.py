@@ -113,7 +113,7 @@ def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, messag
 @pytest.mark.parametrize(
     ("world_size", "arguments", "message"),
     [
-        (16, "--mtp-use-repeated-layer", "--mtp-use-repeated-layer ("),
+        (16, "--mtp-detach-heads", "--mtp-detach-heads ("),
     ],
 )
 def test_a_missing_feature_is_named_with_a_cure(world_size, arguments, message):

@@ -399,3 +399,14 @@ class MTPConfig:
 
     loss_scaling_factor: float = option(0.1, check=at_least(0))
     """multi-token prediction: factor on the mean of the layers' losses"""
+
+    use_repeated_layer: bool = option(False)
+    """multi-token prediction: one layer predicts all mtp_num_layers tokens further, one after
+    another
+    """
+
+    @property
+    def num_own_layers(self) -> int:
+        """Layers with weights of their own."""
+        number = self.num_layers or 0
+        return min(number, 1) if self.use_repeated_layer else number

@@ -7,7 +7,8 @@
 
 DeepSeek-V3, section 2.2. At position i layer k reads token i + k and predicts token i + k + 1. It
 uses the model's word embedding and head; its block is like the last layer of the model. Evaluation
-and generation leave these layers out.
+and generation leave these layers out. With `--mtp-use-repeated-layer` one layer is applied at every
+depth, with the same weights.
 
 The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean loss of these
 layers. The loss of a layer is a mean over its target tokens of the global batch, as in Megatron-LM
@@ -16,7 +17,8 @@ with `--calculate-per-token-loss`.
     B batch   S sequence   H hidden
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,19 @@ from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
+
+
+def for_repeated_layer(model_config: ModelConfig) -> ModelConfig:
+    """The configuration of a block that is applied several times: a balance loss counts once.
+
+    Source: Megatron-LM, `router.py`, which divides it by mtp_num_layers.
+    """
+    moe = model_config.moe
+    num_predictions = model_config.mtp.num_layers or 1
+    if moe is None or not model_config.mtp.use_repeated_layer:
+        return model_config
+    coefficients = [coefficient / num_predictions for coefficient in moe.aux_loss_coeff]
+    return replace(model_config, moe=replace(moe, aux_loss_coeff=coefficients))
 
 
 class MTPLayer(nn.Module):
@@ -52,6 +67,9 @@ class MTPLayer(nn.Module):
         layer: int,
     ) -> None:
         super().__init__()
+        mtp = model_config.mtp
+        # tokens that it predicts, one after another
+        self.num_predictions = (mtp.num_layers or 1) if mtp.use_repeated_layer else 1
         self.enorm = build_norm(model_config, params.submodule("enorm"))
         self.hnorm = build_norm(model_config, params.submodule("hnorm"))
         self.eh_proj = ColumnParallelLinear(
@@ -64,37 +82,43 @@ class MTPLayer(nn.Module):
         self.drop_embedded = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.embedding, tensor_parallel
         )
-        self.loss_sum: Tensor
-        self.register_buffer("loss_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.loss_sums: Tensor  # by prediction
+        zeros = torch.zeros(self.num_predictions, dtype=torch.float64)
+        self.register_buffer("loss_sums", zeros, persistent=False)
 
     def forward(
         self,
         hidden: Tensor,
-        batch: Batch,
+        batches: Sequence[Batch],
         *,
         context: LayerContext,
         embed: Callable[[Tensor], Tensor],
-        sum_losses: Callable[[Tensor, Batch], Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Predict one token further.
+        sum_losses: Sequence[Callable[[Tensor, Batch], Tensor]],
+    ) -> tuple[Tensor, ...]:
+        """Predict one token further, or several, one after another.
+
+        One call has all predictions of the layer, so FSDP gathers its weights once.
 
         Args:
             hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of
                 multi-token prediction.
-            batch: the sequences, shifted by k tokens for layer k.
+            batches: the sequences of every prediction, shifted by k tokens for the kth of all.
             context: context of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
-            sum_losses: hidden states and their batch -> the summed cross-entropy.
+            sum_losses: of every prediction, hidden states and their batch -> the summed
+                cross-entropy.
 
         Returns:
-            hidden states for the next layer, and the summed cross-entropy of unmasked target
-            tokens, an fp32 scalar.
+            hidden states for the next layer, and for every prediction the summed cross-entropy of
+            unmasked target tokens, an fp32 scalar: FSDP keeps what returns one until its backward.
         """
-        embedded = self.drop_embedded(embed(batch.tokens), context.dropout)
-        hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        for function in self.block_functions:
-            hidden = function(hidden, context)
-        hidden = self.final_norm(hidden)
-        loss = sum_losses(hidden, batch)
-        self.loss_sum += loss.detach()
-        return hidden, loss
+        losses = []
+        for batch, sum_loss in zip(batches, sum_losses, strict=True):
+            embedded = self.drop_embedded(embed(batch.tokens), context.dropout)
+            hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+            for function in self.block_functions:
+                hidden = function(hidden, context)
+            hidden = self.final_norm(hidden)
+            losses.append(sum_loss(hidden, batch))
+        self.loss_sums += torch.stack(losses).detach()
+        return hidden, *losses

@@ -50,7 +50,7 @@ from nanotrain.model.hyper_connections import (
 )
 from nanotrain.model.layer_inputs import LayerInputHalf, LayerInputs, layer_input_state
 from nanotrain.model.moe import MoELayer
-from nanotrain.model.mtp import MTPLayer
+from nanotrain.model.mtp import MTPLayer, for_repeated_layer
 from nanotrain.model.norm import LearnedScale, build_norm
 from nanotrain.model.parallel_block import ParallelBlock
 from nanotrain.model.parameters import Parameters
@@ -251,10 +251,11 @@ class Stage(nn.Module):
                 tensor_parallel=parallel.tp,
             )
         self.mtp = nn.ModuleDict()
+        block_config = for_repeated_layer(model_config)
         for depth, layer in enumerate(mtp_layers):
             layer_params = declared.submodule(f"mtp.{depth}")
             own_block = layer_params.submodule("block")
-            block = build_block(model_config, own_block, parallel=parallel, layer=layer)
+            block = build_block(block_config, own_block, parallel=parallel, layer=layer)
             self.mtp[str(depth)] = MTPLayer(
                 model_config, layer_params, block=block, tensor_parallel=parallel.tp, layer=layer
             )
@@ -332,27 +333,33 @@ class Stage(nn.Module):
         self, hidden: Tensor, context: BatchContext, *, layer_context: LayerContext, loss: Tensor
     ) -> Tensor:
         """The loss of the model; its backward also differentiates the losses of further tokens."""
-        scales = context.mtp_scales
-        for layer, batch, scale in zip(self.mtp_layers, context.batch.mtp, scales, strict=False):
+        predictions = list(zip(context.batch.mtp, context.mtp_scales, strict=False))
+        for layer in self.mtp_layers if predictions else ():
+            own = [predictions.pop(0) for _ in range(layer.num_predictions)]
             assert self.embedding is not None and self.head is not None, (
                 "multi-token prediction reads both"
             )
-            grad_scale: float | Tensor | None = None
-            if context.loss_scale is not None:
-                grad_scale = context.loss_scale * scale
-            sum_losses = partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
+            sum_losses = []
+            for _, scale in own:
+                grad_scale: float | Tensor | None = None
+                if context.loss_scale is not None:
+                    grad_scale = context.loss_scale * scale
+                sum_losses.append(
+                    partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
+                )
             # `forward`, not a call: the FSDP hooks of embedding and head must not run, the unit of
             # this layer gathers their parameters
-            hidden, loss_sum = layer(
+            hidden, *loss_sums = layer(
                 hidden,
-                batch,
+                [batch for batch, _ in own],
                 context=layer_context,
                 embed=self.embedding.forward,
                 sum_losses=sum_losses,
             )
-            scaled = scale * loss_sum
-            # not `attach_loss`: the step scales both by one gradient
-            loss = loss + (scaled - scaled.detach())
+            for (_, scale), loss_sum in zip(own, loss_sums, strict=True):
+                scaled = scale * loss_sum
+                # not `attach_loss`: the step scales both by one gradient
+                loss = loss + (scaled - scaled.detach())
         return loss
 
     def _transform(

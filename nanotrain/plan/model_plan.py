@@ -51,6 +51,7 @@ class StagePlan:
     buffers: tuple[BufferPlan, ...]
     # indices of its layers of multi-token prediction, after those of the model
     mtp_layers: range = range(0)
+    mtp_predictions: tuple[int, ...] = ()  # the layer of every prediction further
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,14 @@ class ModelPlan:
 
     @property
     def layers(self) -> list[int]:
-        """The layers of this rank, including multi-token prediction, by index in the model."""
-        return [layer for stage in self.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
+        """The layers that this rank computes, by index in the model.
+
+        Multi-token prediction is included, a repeated layer as often as it is computed.
+        """
+        layers: list[int] = []
+        for stage in self.stages:
+            layers += (*stage.spec.layers, *stage.mtp_predictions)
+        return layers
 
     def keeps_fp8_weights(self, num_microbatches: int) -> bool:
         """Whether GPUs cast weights for fp8 products once per step, and keep them until its end."""
@@ -319,7 +326,9 @@ def _plan_stages(
         declared = mark_trainable(declare_stage(declaration, spec), trainable)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         buffers = tuple(plan_buffers(params, config, groups=groups))
-        yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
+        mtp_layers = shape.mtp_layers if spec.has_head else range(0)
+        predictions = shape.mtp_predictions if spec.has_head else ()
+        yield StagePlan(spec, params, buffers, mtp_layers, predictions)
 
 
 def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec, ...]:

@@ -249,7 +249,7 @@ class SavedBytes:
 
     def _mtp_layers(self) -> BlockBytes:
         """Layers of multi-token prediction; full recomputation keeps the input of their block."""
-        layers = self.shape.mtp_layers
+        layers = self.shape.mtp_predictions
         complete = [self.block(layer) for layer in layers]
         around = 0  # norms, projection and head
         for layer in layers:

@@ -295,7 +295,7 @@ def recomputed_layers(plan: Plan, module: str) -> list[int]:
         return with_backward if module in config.memory.recomputed_modules else []
     recomputed = []
     for stage in plan.stages:
-        for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_layers)):
+        for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_predictions)):
             for group in recomputed_groups(config, len(layers)):
                 if layers[group[-1]] in with_backward:
                     recomputed += [layers[index] for index in group]
@@ -308,8 +308,8 @@ def _layers_with_backward(plan: Plan) -> list[int]:
     for stage in plan.stages:
         modules = set(module_names(stage)[first_backward(plan, stage) :])
         layers += [layer for layer in stage.spec.layers if f"layers.{layer}" in modules]
-        for depth, layer in enumerate(stage.mtp_layers):
-            if f"mtp.{depth}" in modules:
+        for layer in stage.mtp_predictions:
+            if f"mtp.{layer - plan.shape.num_layers}" in modules:
                 layers.append(layer)
     return layers
 

@@ -122,7 +122,7 @@ class ProgramBytes:
             listed += _offloaded_block(block) if is_offloaded else block
         if spec.has_head:
             listed += self.transform(head_operators(self.sizes))
-            for layer in self.sizes.shape.mtp_layers:
+            for layer in self.sizes.shape.mtp_predictions:
                 listed += self.transform(mtp_operators(self.sizes, layer))
         return self.peak_of_backward(listed)
 

@@ -215,7 +215,8 @@ class Stages:
             numel = self._count(layer(self._declaration, index))
             again = parts
         else:
-            parts = self.times.parts(mtp_operators(self.sizes, index))
+            num_predictions = self.sizes.shape.mtp_predictions.count(index)
+            parts = self.times.parts(mtp_operators(self.sizes, index) * num_predictions)
             numel = self._end_numel({f"mtp.{index - num_layers}"})
             again = self._recomputed_mtp_parts(index)
         return Unit(
@@ -227,10 +228,12 @@ class Stages:
 
         The block alone; in Megatron-LM (multi_token_prediction.py) also what is before it.
         """
+        num_predictions = self.sizes.shape.mtp_predictions.count(index)
         if self.scenario.engine.name == "nanotrain":
-            return self.times.parts(block_operators(self.sizes, index))
+            return self.times.parts(block_operators(self.sizes, index) * num_predictions)
         num_before_head = -len(head_operators(self.sizes))
-        return self.times.parts(mtp_operators(self.sizes, index)[:num_before_head])
+        again = mtp_operators(self.sizes, index)[:num_before_head]
+        return self.times.parts(again * num_predictions)
 
     def _end_numel(self, units: set[str], *, is_first: bool = False) -> Numel:
         """Parameters of some units of the first or the last stage, without layers."""

@@ -88,7 +88,7 @@ def layer_weights(shape: ModelShape) -> tuple[int, ...]:
     weights = [_active_weights(block_operators(sizes, layer)) for layer in range(shape.num_layers)]
     head = _active_weights(head_operators(sizes))
     weights[-1] += head
-    for layer in shape.mtp_layers:  # every prediction uses the head
+    for layer in shape.mtp_predictions:  # every prediction uses the head
         weights[-1] += _active_weights(block_operators(sizes, layer)) + head
     return tuple(weights)
 

@@ -135,6 +135,7 @@ class ModelShape:
     mtp_kinds: tuple[str | None, str | None] | None = None
     # layers of multi-token prediction; in the methods below they follow the model's layers
     num_mtp_layers: int = 0
+    num_mtp_predictions: int = 0  # tokens that they predict; more than layers where one is repeated
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> Self:
@@ -179,7 +180,8 @@ class ModelShape:
             init_std=model_config.init_method_std / math.sqrt(width),
             embedding_std=model_config.init_method_std,
             width_multiplier=width,
-            num_mtp_layers=model_config.mtp.num_layers or 0,
+            num_mtp_layers=model_config.mtp.num_own_layers,
+            num_mtp_predictions=model_config.mtp.num_layers or 0,
         )
 
     def kinds(self, layer: int) -> tuple[str | None, str | None]:
@@ -358,6 +360,13 @@ class ModelShape:
     def mtp_layers(self) -> range:
         """Indices of the layers of multi-token prediction."""
         return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    @property
+    def mtp_predictions(self) -> tuple[int, ...]:
+        """The layer of every prediction further: each once, or the same one every time."""
+        if self.num_mtp_layers == self.num_mtp_predictions:
+            return tuple(self.mtp_layers)
+        return (self.num_layers,) * self.num_mtp_predictions
 
     def _kind_of(self, layer: int) -> int:
         """The layer of the model whose structure a layer has: itself, or the last one for

@@ -29,7 +29,7 @@ def checkout(tmp_path):
         file.parent.mkdir(parents=True)
         file.write_text(yaml.safe_dump({"ENV_VARS": {}, **content}))
 
-    add("gpt/fits", MODEL_ARGS=SIZES, MODEL_ARGS_2={**SIZES, "--mtp-use-repeated-layer": True})
+    add("gpt/fits", MODEL_ARGS=SIZES, MODEL_ARGS_2={**SIZES, "--mtp-detach-heads": True})
     add("gpt/two_ranks", MODEL_ARGS=SIZES, MODEL_ENV_VARS={"MODEL_ARGS": {"GPUS_PER_NODE": 2}})
     add("gpt/too_large", MODEL_ARGS={**SIZES, "--tensor-model-parallel-size": 16})
     add("gpt/no_recipe", MODEL_ARGS={**SIZES, "--pipeline-model-parallel-size": 2})
@@ -66,7 +66,7 @@ def test_sets_have_their_ranks_and_only_pretraining_is_counted(checkout):
     assert sets["gpt/no_recipe"].ranks == ()
     assert not reasons_of(sets["gpt/fits"])
     (missing,) = reasons_of(sets["gpt/fits MODEL_ARGS_2"])
-    assert missing.text == "`--mtp-use-repeated-layer`"
+    assert missing.text == "`--mtp-detach-heads`"
     (layout,) = reasons_of(sets["gpt/too_large"])
     assert layout.text == "num_attention_heads N cannot be shared by tp=N ranks"
 

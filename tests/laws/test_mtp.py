@@ -14,7 +14,12 @@ from tests.laws.worlds import Case, build_here
 
 # of the gradient, much more than the default, so that a wrong one shows
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
+REPEATED = MTP | {"mtp_use_repeated_layer": True}
 MODELS = {
+    "repeated": REPEATED | {"num_layers": 3},
+    "repeated experts": EXPERTS
+    | REPEATED
+    | {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
     "tied": MTP | {"num_layers": 3},
     "untied": MTP | {"untie_embeddings_and_output_weights": True, "hidden_dropout": 0.1},
     "deepseek": DEEPSEEK | {"num_layers": 2, "moe_layer_freq": "[0]*1+[1]*1", "mtp_num_layers": 1},
@@ -54,6 +59,9 @@ LAYOUTS: list[Row] = [
         ZERO3 | {"pp": 2, "vpp": 2, "schedule": "dualpipev"},
         {"pipeline_model_parallel_layout": "E|t|t|tmmL"},
     ),
+    ("repeated", 2, ZERO3, {"overlap_param_gather": True}),
+    ("repeated", 4, {"strategy": "optim_grads", "tp": 2, "pp": 2}, ZB | SP),
+    ("repeated experts", 4, ZERO3 | {"tp": 2, "ep": 2, "etp": 1, "cp": 2}, {}),
     ("of a pattern", 2, {"strategy": "optim_grads", "cp": 2}, {}),
     ("of a pattern", 4, ZERO3 | {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, SP),
     ("deepseek", 2, {"strategy": "optim_grads", "ep": 2}, {}),
@@ -74,6 +82,7 @@ GATHERED = [
     ("tied", AHEAD | {"fsdp_prefetch_depth": 2}, {"recompute_granularity": "full"}),
     ("untied", {"reshard_after_forward": False}, {}),
     ("experts", AHEAD, {}),
+    ("repeated", AHEAD, {"recompute_granularity": "full"}),
 ]
 
 
@@ -102,7 +111,7 @@ def scales_of(ctx: ParallelContext, case: Case) -> tuple[list[float], list[float
     run = build_here(ctx, case)
     batch = run.batch_iterator.next()
     assert batch is not None
-    number = run.plan.shape.num_mtp_layers
+    number = run.plan.shape.num_mtp_predictions
     by_hand = []
     for depth in range(number):
         targets = sum(float(part.mtp[depth].num_target_tokens) for part in batch.microbatches)

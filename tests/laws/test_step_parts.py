@@ -58,8 +58,8 @@ def further_loss(stage: Any, samples: range) -> float:
     (layer,) = stage.mtp_layers
     with torch.no_grad():
         stage(None, BatchContext(batch, mtp_scales=(1.0,)))
-    total = layer.loss_sum.item()
-    layer.loss_sum.zero_()
+    total = layer.loss_sums.item()
+    layer.loss_sums.zero_()
     return total / batch.mtp[0].num_target_tokens.item()
 
 

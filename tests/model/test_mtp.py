@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.config.model import MTPConfig
+from nanotrain.config.model import MoEConfig, MTPConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext
+from nanotrain.model.mtp import for_repeated_layer
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.batches import GlobalBatch
@@ -29,7 +30,8 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
     assert stage.embedding is not None and stage.head is not None and stage.head.weight is not None
     hidden, _ = stage._transform(None, BatchContext(batch))
     losses = []
-    for depth, layer in enumerate(stage.mtp_layers, start=1):
+    layers = [layer for layer in stage.mtp_layers for _ in range(layer.num_predictions)]
+    for depth, layer in enumerate(layers, start=1):
         length = batch.tokens.shape[1] - depth
         hidden = hidden[:, :length]
         embedded = F.embedding(batch.tokens[:, depth:], stage.embedding.word.weight)
@@ -48,14 +50,19 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
 
 def loss_sums(stage) -> torch.Tensor:
     """The summed losses of every layer, which count anew."""
-    sums = torch.stack([layer.loss_sum for layer in stage.mtp_layers])
+    sums = torch.cat([layer.loss_sums for layer in stage.mtp_layers])
     for layer in stage.mtp_layers:
-        layer.loss_sum.zero_()
+        layer.loss_sums.zero_()
     return sums
 
 
-def test_loss_and_gradients_are_those_of_the_equations():
-    stage, batch = randomize(build(MTP)), random_batch()
+REPEATED = replace(MTP, mtp=MTPConfig(num_layers=2, use_repeated_layer=True))
+
+
+@pytest.mark.parametrize("config", [MTP, REPEATED], ids=["own layers", "a repeated layer"])
+def test_loss_and_gradients_are_those_of_the_equations(config):
+    stage, batch = randomize(build(config)), random_batch()
+    assert len(stage.mtp_layers) == config.mtp.num_own_layers
     loss = stage(None, BatchContext(batch.with_mtp(2), mtp_scales=SCALES))
     loss.backward()
     grads = {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
@@ -68,6 +75,15 @@ def test_loss_and_gradients_are_those_of_the_equations():
     (plain + sum(scale * each for scale, each in zip(SCALES, further, strict=True))).backward()
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_balance_loss_of_a_repeated_layer_counts_once():
+    moe = MoEConfig(num_experts=4, router_load_balancing_type=["aux_loss"], aux_loss_coeff=[0.3])
+    own = replace(MTP, moe=moe)
+    repeated = replace(own, mtp=MTPConfig(num_layers=3, use_repeated_layer=True))
+    assert for_repeated_layer(own) == own
+    assert for_repeated_layer(repeated).moe.aux_loss_coeff == pytest.approx([0.1])
+    assert for_repeated_layer(REPEATED) == REPEATED
 
 
 def test_the_gradient_of_the_loss_scales_both():

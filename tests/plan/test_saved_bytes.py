@@ -332,7 +332,7 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
 
 
 def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
-    for dtype in ("", "--bf16"):
+    for dtype in ("", "--bf16", "--bf16 --mtp-use-repeated-layer"):
         without_mtp, with_mtp = (
             run_ranks(1, stage_kept_and_planned, config_of(words))[0]
             for words in (f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}" for number in (0, 2))

@@ -206,7 +206,7 @@ def stage_kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, i
     """
     case = microbatch(ctx, config)
     tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
-    depth = len(case.stage.mtp_layers)
+    depth = case.plan.shape.num_mtp_predictions
     batch = Batch(tokens, tokens, torch.ones(tokens.shape)).with_mtp(depth)
     saved = SavedTensors(case.stage.parameters())
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):

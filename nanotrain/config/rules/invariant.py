@@ -47,6 +47,11 @@ ORDER = "its sums follow the layout"
 
 MODEL: tuple[Unsupported, ...] = (
     _leave_out(
+        "mtp_use_repeated_layer",
+        lambda c: c.mtp.use_repeated_layer,
+        why="layers with weights of their own alone are compared over layouts",
+    ),
+    _leave_out(
         "linear attention or Mamba",
         lambda c: bool(c.linear_kinds),
         why=OTHER_LAYERS,

@@ -100,6 +100,7 @@ def unused_gates(c: Settings) -> UnusedFields:
     if not c.mtp.num_layers:
         yield unused(
             "mtp_loss_scaling_factor",
+            "mtp_use_repeated_layer",
             by="mtp_num_layers",
             why="there is no multi-token prediction: mtp_num_layers is unset",
             is_harmless=True,

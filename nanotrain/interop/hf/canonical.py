@@ -95,7 +95,11 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         model_config,
         hybrid_layer_pattern=None if pattern is None else pattern.replace("|", ""),
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
-        mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
+        mtp=replace(
+            model_config.mtp,
+            num_layers=shape.num_mtp_predictions or None,
+            use_repeated_layer=shape.num_mtp_layers < shape.num_mtp_predictions,
+        ),
         moe=_canonical_moe(model_config, shape),
         dsa=_canonical_dsa(model_config),
         compressed=_canonical_compressed(model_config),

@@ -101,6 +101,6 @@ def model_operators(s: LayerSizes) -> Operators:
     for layer in range(s.shape.num_layers):
         operators += block_operators(s, layer)
     operators += head_operators(s)
-    for layer in s.shape.mtp_layers:
+    for layer in s.shape.mtp_predictions:
         operators += mtp_operators(s, layer)
     return operators

@@ -61,9 +61,9 @@ class MTPLosses(StepPart):
     def sums(self, *, is_logged: bool) -> Tensor:
         """[layers], the losses of the step; resets them."""
         none = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
-        sums = torch.stack([layer.loss_sum for layer in self._layers]) if self._layers else none
+        sums = torch.cat([layer.loss_sums for layer in self._layers]) if self._layers else none
         for layer in self._layers:
-            layer.loss_sum.zero_()
+            layer.loss_sums.zero_()
         return self._tp.once(sums)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
