@@ -79,6 +79,18 @@ def test_a_sound_run_and_its_seconds(script: ModuleType, case: Any) -> None:
     assert script.judge(case, {}, script.state_of(case.run)) == script.Outcome("", 2.5, True)
 
 
+def test_losses_on_fewer_ranks_are_compared_within_rounding(script: ModuleType, case: Any) -> None:
+    expected = script.state_of(case.run)
+    case.may_leave = True
+    starts = case.run / "starts.jsonl"
+    starts.write_text('{"world_size": 2}\n' * 2)
+    assert script.judge(case, {}, expected).fault == "no rank has left"
+    starts.write_text('{"world_size": 2}\n{"world_size": 1}\n')
+    for loss, fault in ((1.0 + 9e-7, ""), (1.0 + 2e-6, "losses, norms or samples differ")):
+        write_steps(case, range(1, script.STEPS + 1), loss=loss)
+        assert script.judge(case, {}, expected).fault == fault
+
+
 def test_what_is_wrong_with_a_run_is_found(script: ModuleType, case: Any) -> None:
     expected = script.state_of(case.run)
     other_tensors = (expected[0], {"weight": torch.zeros(2)})
