@@ -44,7 +44,10 @@ def require_smaller_world(config: Config, world_size: int) -> None:
     if least is None or largest_world(config, world_size - 1):
         return
     ranks = count_of(world_size, "rank")
-    if least >= world_size:
+    if world_size == 1:
+        why = "nobody would go on"
+        fix = "leave --inprocess-min-ranks out, or start several ranks"
+    elif least >= world_size:
         why = f"a run of {ranks} has fewer once one has left"
         fix = f"set --inprocess-min-ranks to at most {world_size - 1}, or leave it out"
     else:

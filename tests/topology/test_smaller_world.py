@@ -38,6 +38,7 @@ def test_the_most_ranks_that_form_the_layout_go_on(flags: str, at_most: int, exp
     [
         ("", 8, "inprocess_min_ranks 8: no rank of 8 ranks can leave the run: a run of 8 ranks"),
         ("--tensor-model-parallel-size 4", 4, "set --inprocess-min-ranks to at most 3"),
+        ("", 1, "no rank of 1 rank can leave the run: nobody would go on; leave"),
     ],
 )
 def test_a_run_that_has_no_smaller_world_is_refused(flags: str, world_size: int, says: str) -> None:
