@@ -119,12 +119,12 @@ class Meaning:
                 self.notes.append(text)
 
     def refuse(self, errors: ErrorCollector) -> None:
-        """Add collected errors."""
+        """Add collected errors to the reasons why a training would not start."""
         for error in errors.errors:
             self.refuse_text(str(error))
 
     def refuse_text(self, text: str) -> None:
-        """Add a reason, once."""
+        """Add a reason why a training would not start, once."""
         line = " ".join(text.split()).replace("--megatron-defaults without", "no flag sets")
         if line not in self.refused:
             self.refused.append(line)

@@ -305,7 +305,7 @@ def read_box(
 
 
 def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
-    """The entry of a tensor in the manifest of a step folder.
+    """The entry of a tensor in the manifest of a step folder, which has to have one.
 
     Raises:
         CheckpointError: no such tensor.

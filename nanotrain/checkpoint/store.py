@@ -142,7 +142,7 @@ def _first_lines(path: Path) -> dict[str, Any]:
 
 
 def require_complete(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint; compares file sizes, not checksums.
+    """Check that a checkpoint is complete, by file sizes without checksums; its manifest.
 
     Raises:
         CheckpointError: unfinished, no manifest, or a file is missing or has another size.

@@ -284,7 +284,7 @@ def fetched(remote: Remote, base: Path) -> Path:
 
 
 def require_writable(remote: Remote) -> None:
-    """Write and delete a small object.
+    """Check that objects can be written: write and delete a small one.
 
     Raises:
         StorageFault: it cannot be written or deleted.

@@ -211,7 +211,7 @@ def setting(name: str, value: str) -> str:
 def check_trials(
     trials: Sequence[Trial], *, shared: Sequence[str], options: Sequence[str]
 ) -> list[Trial]:
-    """The trials with their folders, after a check of all of them.
+    """Check all trials; returns them with their folders.
 
     Args:
         trials: trials from `plan_trials`.

@@ -97,7 +97,7 @@ def expand_path(value: Any) -> Any:
 
 
 def refuse_variables(value: Any) -> Any:
-    """A path or list of paths of a `Config` made in Python, which is taken as it is.
+    """A path or paths of a `Config` made in Python, unchanged; variables in them are refused.
 
     Raises:
         ConfigError: it begins with `~` or has a variable.

@@ -130,11 +130,11 @@ class TaskScore:
     chance: float = 0.0  # expected accuracy of guesses; 0 for cloze questions
 
     def to_dict(self) -> dict[str, float]:
-        """The fields."""
+        """The fields as values of a JSON file."""
         return asdict(self)
 
     def text(self) -> str:
-        """One line."""
+        """The score in one line."""
         return (
             f"accuracy {self.accuracy:.4f} | per byte {self.accuracy_per_byte:.4f} | "
             f"bits per byte {self.bits_per_byte:.4f} | {self.questions:,} questions | "

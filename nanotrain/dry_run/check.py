@@ -68,7 +68,7 @@ class DryRun:
     faults: list[str]
 
     def text(self) -> str:
-        """One screen."""
+        """The report, which fits a screen."""
         groups = [["group", "ranks", "calls", "bytes", "operations"], *self._group_lines()]
         largest = nlargest(MAX_ROWS, self.records.values(), key=lambda record: record.peak)
         memory = [MEMORY, *(self._memory_line(record) for record in largest)]

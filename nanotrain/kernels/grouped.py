@@ -286,7 +286,7 @@ class _GroupedWgrad:
 
     @property
     def params(self) -> tuple[nn.Parameter]:
-        """The weight."""
+        """The parameters of a product: the stacked weight."""
         return (self.param,)
 
     def start(self) -> None:

@@ -178,7 +178,7 @@ if triton is not None:
 
     @triton.jit
     def square_offsets(index: tensor, sizes: bundle) -> tensor:
-        """[C, C] int64: elements of one of many matrices."""
+        """[C, C] int64: offsets of the elements of matrix `index` among [C, C] matrices."""
         size: constexpr = sizes.chunk
         tokens = tl.arange(0, size)
         rows = index.to(tl.int64) * size

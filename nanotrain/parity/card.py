@@ -114,7 +114,7 @@ class Card:
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
-        """All values."""
+        """All results as values of a JSON file."""
         return json.dumps(asdict(self) | {"holds": self.holds}, indent=1) + "\n"
 
     @classmethod
@@ -162,7 +162,7 @@ def make_card(
 
 
 def check_beside_transformers(loaded: Loaded) -> Iterator[Check]:
-    """The round trip of files, and logits and gradients."""
+    """Compare files after a round trip, and logits and gradients, with transformers."""
     model_config = loaded.config.model
     note = ""
     try:
@@ -201,7 +201,7 @@ def conversion_checks(report: ConversionReport) -> Iterator[Check]:
 
 
 def check_layouts(loaded: Loaded) -> Iterator[Check]:
-    """Losses, gradients and weights of layouts of two ranks beside one rank."""
+    """Compare losses, gradients and weights of layouts of two ranks with one rank."""
     texts = []
     numbers = {}
     has_failed = False
@@ -224,7 +224,7 @@ def check_layouts(loaded: Loaded) -> Iterator[Check]:
 
 
 def check_resume_and_plan(loaded: Loaded) -> Iterator[Check]:
-    """A run of two ranks whose checkpoint one rank resumes, and the bytes of its plan."""
+    """Check that one rank resumes a run of two, and that it allocates the planned bytes."""
     fields = LAYOUTS["dp 2, ZeRO-3"]
     try:
         config = _in_layout(loaded, fields).config
@@ -262,7 +262,7 @@ def _plan_check(measured: Collection[Measured]) -> Check:
 
 
 def check_curve(loaded: Loaded) -> Iterator[Check]:
-    """Losses of one rank on samples that repeat: they fall."""
+    """Check that the losses of one rank fall on samples that repeat."""
     try:
         small = on_one_rank(shrink(_in_layout(loaded, {}).config, 1, num_steps=CURVE_STEPS))
         with TemporaryDirectory(prefix="nanotrain-card-") as name:

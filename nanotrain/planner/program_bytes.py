@@ -258,7 +258,7 @@ class ProgramBytes:
         return OperatorBytes(saved, read + written, (weight_shape,))
 
     def dispatch(self, operator: Dispatch) -> OperatorBytes:
-        """The combination needs the gradients of all rows."""
+        """Saves nothing; the combination holds two tensors of all rows, such as their gradients."""
         if operator.name == "dispatch":
             return OperatorBytes(0)
         width = self.sizes.shape.expert_input_size * self.sizes.itemsize

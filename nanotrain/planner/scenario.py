@@ -194,7 +194,7 @@ def _check_schedule(scenario: Scenario) -> None:
 
 
 def _check_virtual_stages(scenario: Scenario) -> None:
-    """An engine whose stages are `shares` of the weights supports one stage per rank."""
+    """Check that a rank has one stage, if the engine's stages are `shares` of the weights."""
     if scenario.engine.pipeline.stages != "shares":
         return
     num_stages = scenario.pipeline.num_stages_per_rank
@@ -208,7 +208,7 @@ def _check_virtual_stages(scenario: Scenario) -> None:
 
 
 def _check_recomputation(scenario: Scenario) -> None:
-    """Only nanotrain recomputes all pointwise operators."""
+    """Check that the engine is nanotrain, if all pointwise operators are recomputed."""
     name = scenario.engine.name
     if name != "nanotrain" and POINTWISE in scenario.config.memory.recomputed_modules:
         raise ConfigError(

@@ -78,7 +78,7 @@ class StepTime:
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Throughput."""
+        """Throughput of a GPU in the predicted step."""
         num_samples = self.scenario.config.train.global_batch_size or 0
         tokens = num_samples * self.scenario.config.data.seq_length
         return tokens / self.total / self.scenario.world_size

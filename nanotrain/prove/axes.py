@@ -86,7 +86,7 @@ class Axes:
 
     @property
     def world(self) -> int:
-        """All digits."""
+        """The mask of all axes."""
         return (1 << len(self.digits)) - 1
 
     def mask(self, ranks: Ranks) -> int:

@@ -303,6 +303,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _has_texts(value: Any) -> bool:
+    """Whether a value of a file is a mapping of texts."""
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 

@@ -114,7 +114,7 @@ class _Counter:
         return flops + kernel.chunk_flops * sizes.chunk**2
 
     def _num_bytes(self, kernel: KernelTerms) -> int:
-        """Per token."""
+        """Bytes per token."""
         sizes = self.sizes
         low = kernel.channels * sizes.key
         low += kernel.values * sizes.value

@@ -69,22 +69,22 @@ def run_checks(start: Start) -> None:
 
 
 def check_open_files(start: Start) -> None:
-    """The process may open as many files as data workers need."""
+    """Check that the process may open as many files as data workers need."""
     require_open_files(num_workers=start.config.data.num_workers)
 
 
 def check_replaceable_names(start: Start) -> None:
-    """The names of replaceable parts, such as optimizers, exist."""
+    """Check that the names of replaceable parts, such as optimizers, exist."""
     check_names(start.config)
 
 
 def check_ranks_may_leave(start: Start) -> None:
-    """The layout has a smaller world, where ranks may leave the run."""
+    """Check that the layout has a smaller world, if ranks may leave the run."""
     require_smaller_world(start.config, start.launch.world_size)
 
 
 def check_folders(start: Start) -> None:
-    """Every folder that the run writes can be written; none is created yet.
+    """Check that every folder of the run can be written; none is created yet.
 
     One rank per machine writes a file to find out.
     """
@@ -110,7 +110,7 @@ def _check_folder(path: str | Path, name: str, *, flag: str, probes: bool) -> No
 
 
 def check_device(start: Start) -> None:
-    """The device is there; GPUs that stay idle are a warning."""
+    """Check that the device exists; GPUs that stay idle are a warning."""
     if start.device.type != "cpu":
         return
     warning = device.describe_unused_gpus(start.config.train.device)
@@ -119,19 +119,19 @@ def check_device(start: Start) -> None:
 
 
 def check_fp8(start: Start) -> None:
-    """The device has the matrix products of the fp8 recipe."""
+    """Check that the device has the matrix products of the fp8 recipe."""
     require_fp8(start.config.precision.fp8, device.compute_capability(start.device))
 
 
 def check_attention(start: Start) -> None:
-    """The device has an attention backend for every kind of layer; a slow one is a warning."""
+    """Check that every kind of layer has an attention backend; a slow one is a warning."""
     choice = AttentionChoice.of(start.config, AttentionDevice.of(start.device))
     if choice.warning:
         log.warning("%s", choice.warning)
 
 
 def check_linear_attention(start: Start) -> None:
-    """GPUs have packages with kernels of the model's scans; each that is missing is a warning."""
+    """Warn of missing packages with GPU kernels for the model's scans."""
     if start.device.type != "cuda":
         return
     mixers = {mixer for mixer in start.config.model.mixers if mixer}
@@ -141,7 +141,7 @@ def check_linear_attention(start: Start) -> None:
 
 
 def check_token_dispatcher(start: Start) -> None:
-    """The library that sends tokens to experts is installed."""
+    """Check that the library that sends tokens to experts is installed."""
     parallel = start.config.parallel
     if parallel.expert_model_parallel_size == 1:
         return
@@ -157,7 +157,7 @@ def check_token_dispatcher(start: Start) -> None:
 
 
 def check_trackers(start: Start) -> None:
-    """The trackers that are wanted exist, and so do their packages."""
+    """Check that the chosen trackers and their packages exist."""
     train = start.config.train
     for name in train.trackers:
         check_choice("trackers", name, known=TRACKERS)
@@ -185,12 +185,12 @@ def require_package(name: str, train: TrainConfig) -> None:
 
 
 def check_settings(start: Start) -> None:
-    """No setting contradicts another one or the device."""
+    """Check that no setting contradicts another one or the device."""
     check_groups(start.config, "start", start.device.type)
 
 
 def check_memory(start: Start) -> None:
-    """The run fits into the memory of the device, as far as its model and layout are known."""
+    """Check that the run fits into the device's memory, as far as model and layout are known."""
     config = start.config
     is_model_known = config.is_model_known and config.model.vocab_size is not None
     if config.parallel.auto_layout or not is_model_known:

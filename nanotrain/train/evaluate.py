@@ -99,7 +99,7 @@ class Evaluation:
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
     def text(self) -> str:
-        """One line."""
+        """The result in one line."""
         texts = [f"loss {self.loss:.4f}", f"perplexity {self.perplexity:,.2f}"]
         size = count_of(self.tokens, "token")
         if self.bytes:

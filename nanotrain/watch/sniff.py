@@ -344,7 +344,7 @@ def describe(measurements: Sequence[Measurement], found: Sequence[Outlier]) -> s
 
 
 def require_sound(context: ParallelContext, folder: Path, *, factor: float) -> str:
-    """Measure all ranks before a run; returns one line on it.
+    """Measure all ranks before a run, and refuse faulty ones; returns one line on the result.
 
     Args:
         context: device and groups of this rank.

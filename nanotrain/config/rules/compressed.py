@@ -9,7 +9,7 @@ KIND = "sparse_attention_type compressed"
 
 
 def check_compressed_attention(c: Settings) -> Errors:
-    """Sizes of attention to compressed keys."""
+    """Check sizes of attention to compressed keys."""
     model = c.model
     if model.sparse_attention_type != "compressed":
         return
@@ -42,7 +42,7 @@ def check_compressed_attention(c: Settings) -> Errors:
 
 
 def check_settings_beside_compressed(c: Settings) -> Errors:
-    """Settings of attention that compressed attention does not have."""
+    """Check settings of attention that compressed attention does not have."""
     model = c.model
     if model.sparse_attention_type != "compressed":
         return
@@ -107,7 +107,7 @@ def check_hash_layers(c: Settings) -> Errors:
 
 
 def check_compressed_layout(c: Settings) -> Errors:
-    """Attention to compressed keys over ranks."""
+    """Check attention to compressed keys over ranks."""
     if c.model.sparse_attention_type != "compressed":
         return
     groups = c.compressed.output_groups

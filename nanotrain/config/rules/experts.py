@@ -151,7 +151,7 @@ def check_shortcut(c: Settings) -> Errors:
 
 
 def check_shortcut_layers(c: Settings) -> Errors:
-    """Layers and dropout that a shortcut excludes."""
+    """Check layers and dropout that a shortcut excludes."""
     if not c.moe.shortcut:
         return
     if c.model.hybrid_layer_pattern is not None:
@@ -169,7 +169,7 @@ def check_shortcut_layers(c: Settings) -> Errors:
 
 
 def check_balancing_losses(c: Settings) -> Errors:
-    """Load-balancing losses and their coefficients."""
+    """Check load-balancing losses and their coefficients."""
     losses = c.moe.router_load_balancing_type
     num_coefficients = len(c.moe.aux_loss_coeff)
     if not c.has_experts:
@@ -191,7 +191,7 @@ def check_balancing_losses(c: Settings) -> Errors:
 
 
 def check_quantile_balancing(c: Settings) -> Errors:
-    """Biases that are quantiles of scores."""
+    """Check biases that are quantiles of scores."""
     moe = c.moe
     if not c.has_experts or not moe.balances_quantiles:
         return
@@ -224,7 +224,7 @@ def check_quantile_balancing(c: Settings) -> Errors:
 
 
 def check_sinkhorn(c: Settings) -> Errors:
-    """Experts that Sinkhorn's algorithm chooses."""
+    """Check experts that Sinkhorn's algorithm chooses."""
     moe = c.moe
     if not c.has_experts or not moe.uses_sinkhorn:
         return

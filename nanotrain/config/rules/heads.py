@@ -9,7 +9,7 @@ from nanotrain.quantities import count_of
 
 
 def check_window_heads(c: Settings) -> Errors:
-    """Query and key/value heads of layers with a window."""
+    """Check query and key/value heads of layers with a window."""
     model = c.model
     own = model.window_num_attention_heads
     groups = model.window_query_groups
@@ -52,7 +52,7 @@ def _check_alike(c: Settings, what: str) -> Errors:
 
 
 def check_shared_keys(c: Settings) -> Errors:
-    """Keys and values of earlier layers."""
+    """Check keys and values of earlier layers."""
     num_shared = c.model.num_kv_shared_layers
     if num_shared == 0:
         return
@@ -83,7 +83,7 @@ def check_shared_keys(c: Settings) -> Errors:
 
 
 def check_shared_key_settings(c: Settings) -> Errors:
-    """Settings that do not work with keys and values of earlier layers."""
+    """Check settings that do not work with keys and values of earlier layers."""
     what = f"num_kv_shared_layers {c.model.num_kv_shared_layers}"
     if c.model.num_kv_shared_layers == 0:
         return
@@ -139,7 +139,7 @@ def check_shared_selections(c: Settings) -> Errors:
 
 
 def check_heads_of_kinds(c: Settings) -> Errors:
-    """Widths of heads with and without a window, and values that are keys."""
+    """Check widths of heads with and without a window, and values that are keys."""
     model = c.model
     channels = model.window_kv_channels
     percent = model.window_rotary_percent
@@ -213,7 +213,7 @@ def check_layer_inputs(c: Settings) -> Errors:
 
 
 def check_layer_scale(c: Settings) -> Errors:
-    """The factor of hidden states after a layer."""
+    """Check the factor of hidden states after a layer."""
     model = c.model
     if not model.layer_scale:
         return

@@ -32,7 +32,7 @@ def check_optimizer_instances(c: Settings) -> Errors:
 
 
 def check_query_heads(c: Settings) -> Errors:
-    """Query heads over tensor-parallel ranks."""
+    """Check query heads over tensor-parallel ranks."""
     for name, num_heads in query_heads(c).items():
         if num_heads % c.tp != 0:
             flag = "--" + name.replace("_", "-")
@@ -52,7 +52,7 @@ def query_heads(c: Settings) -> dict[str, int]:
 
 
 def check_key_value_heads(c: Settings) -> Errors:
-    """Key/value heads over tensor-parallel ranks."""
+    """Check key/value heads over tensor-parallel ranks."""
     groups = c.model.window_query_groups
     if groups is not None and groups % c.tp != 0 and c.tp % groups != 0:
         yield ConfigError(
@@ -82,7 +82,7 @@ def check_key_value_heads(c: Settings) -> Errors:
 
 
 def check_mlp_width(c: Settings) -> Errors:
-    """Widths of dense MLPs and shared experts over tensor-parallel ranks."""
+    """Check widths of dense MLPs and shared experts over tensor-parallel ranks."""
     width = c.model.ffn_size
     if c.has_dense_layers and width % c.tp != 0:
         yield ConfigError(
@@ -100,7 +100,7 @@ def check_mlp_width(c: Settings) -> Errors:
 
 
 def check_vocabulary(c: Settings) -> Errors:
-    """Rows of the vocabulary over tensor-parallel ranks, once its size is known."""
+    """Check rows of the vocabulary over tensor-parallel ranks, once its size is known."""
     if c.model.vocab_size is None:
         return
     num_rows = c.model.padded_vocab_size
@@ -114,7 +114,7 @@ def check_vocabulary(c: Settings) -> Errors:
 
 
 def check_sequence_length(c: Settings) -> Errors:
-    """Sequences over context-parallel and tensor-parallel ranks."""
+    """Check sequences over context-parallel and tensor-parallel ranks."""
     length = c.data.seq_length
     parts = sequence_parts(c)
     if length % parts != 0:
@@ -175,7 +175,7 @@ def shorter_lengths(c: Settings) -> list[int]:
 
 
 def check_attention_over_cp(c: Settings) -> Errors:
-    """Attention over context-parallel ranks."""
+    """Check attention over context-parallel ranks."""
     comm_type = c.parallel.cp_comm_type
     inside = c.parallel.all_to_all_ranks
     ranks = c.tp * inside
@@ -203,7 +203,7 @@ def check_attention_over_cp(c: Settings) -> Errors:
 
 
 def check_cp_sizes(c: Settings) -> Errors:
-    """The two levels of context parallelism."""
+    """Check the two levels of context parallelism."""
     sizes = c.parallel.hierarchical_context_parallel_sizes
     if c.parallel.cp_comm_type == "a2a+p2p" and sizes and (len(sizes) != 2 or prod(sizes) != c.cp):
         yield ConfigError(
@@ -214,7 +214,7 @@ def check_cp_sizes(c: Settings) -> Errors:
 
 
 def check_delta_rule_heads(c: Settings) -> Errors:
-    """Heads of Gated DeltaNet and KDA over ranks."""
+    """Check heads of Gated DeltaNet and KDA over ranks."""
     if not c.has_delta_rule:
         return
     num_keys = c.linear.num_key_heads
@@ -236,7 +236,7 @@ def check_delta_rule_heads(c: Settings) -> Errors:
 
 
 def check_mamba_heads(c: Settings) -> Errors:
-    """Groups and heads of Mamba-2 over ranks."""
+    """Check groups and heads of Mamba-2 over ranks."""
     if not c.has_mamba:
         return
     num_groups = c.mamba.num_groups
@@ -257,7 +257,7 @@ def check_mamba_heads(c: Settings) -> Errors:
 
 
 def check_short_convolutions(c: Settings) -> Errors:
-    """Channels of short convolutions over tp, and their tokens over cp."""
+    """Check channels of short convolutions over tp, and their tokens over cp."""
     hidden_size = c.model.hidden_size
     for name, kind in c.linear_kinds.items():
         if kind.shards_hidden_size and hidden_size % c.tp != 0:
@@ -334,7 +334,7 @@ def check_axes_without_experts(c: Settings) -> Errors:
 
 
 def check_experts(c: Settings) -> Errors:
-    """Experts over expert-parallel ranks."""
+    """Check experts over expert-parallel ranks."""
     num_experts = c.moe.num_experts
     if c.has_experts and num_experts % c.ep != 0:
         yield ConfigError(
@@ -346,7 +346,7 @@ def check_experts(c: Settings) -> Errors:
 
 
 def check_hierarchical_dispatch(c: Settings) -> Errors:
-    """Dispatch that sends a token once to a group of ranks."""
+    """Check dispatch that sends a token once to a group of ranks."""
     group = c.parallel.moe_hierarchical_dispatch
     if group is None:
         return
@@ -370,7 +370,7 @@ _DISPATCHED = {"fp8": ("rowwise", "blockwise"), "mxfp8": ("mxfp8",)}
 
 
 def check_dispatch_dtype(c: Settings) -> Errors:
-    """Tokens that are sent to their experts in fp8."""
+    """Check tokens that are sent to their experts in fp8."""
     dtype = c.parallel.moe_dispatch_fwd_dtype
     recipes = _DISPATCHED.get(dtype, ())
     if dtype == "bf16" or (c.has_fp8 and c.fp8.recipe in recipes):
@@ -385,7 +385,7 @@ def check_dispatch_dtype(c: Settings) -> Errors:
 
 
 def check_deep_ep(c: Settings) -> Errors:
-    """Layouts in which DeepEP sends the tokens."""
+    """Check layouts in which DeepEP sends the tokens."""
     if not c.parallel.uses_deep_ep:
         return
     name = "moe_flex_dispatcher_backend deepep"
@@ -419,7 +419,7 @@ def check_deep_ep(c: Settings) -> Errors:
 
 
 def check_expert_width(c: Settings) -> Errors:
-    """Width of an expert over its tensor-parallel ranks."""
+    """Check width of an expert over its tensor-parallel ranks."""
     width = c.model.moe_ffn_size
     if c.has_experts and width % c.etp != 0:
         yield ConfigError(

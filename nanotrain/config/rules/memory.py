@@ -77,7 +77,7 @@ def check_pointwise_recomputation(c: Settings) -> Errors:
 
 
 def check_recomputed_activations(c: Settings) -> Errors:
-    """Recomputed projections of MLA and activations of experts."""
+    """Check recomputed projections of MLA and activations of experts."""
     modules = c.recomputed_modules
     if "mla_up_proj" in modules and not c.model.multi_latent_attention:
         yield ConfigError(
@@ -100,7 +100,7 @@ def check_recomputed_activations(c: Settings) -> Errors:
 
 
 def check_offloaded_layers(c: Settings) -> Errors:
-    """Layers of a stage whose activations are in host memory."""
+    """Check layers of a stage whose activations are in host memory."""
     if not c.memory.cpu_offloading:
         return
     num_layers = c.memory.cpu_offloading_num_layers
@@ -161,7 +161,7 @@ def check_offloading(c: Settings) -> Errors:
 
 
 def check_fp8_layers(c: Settings) -> Errors:
-    """Layers without fp8 at the ends."""
+    """Check layers without fp8 at the ends."""
     num_layers = c.model.num_layers
     at_start = c.fp8.num_layers_at_start_in_bf16
     at_end = c.fp8.num_layers_at_end_in_bf16

@@ -15,7 +15,7 @@ from nanotrain.quantities import count_of, round_up
 
 
 def check_positions(c: Settings) -> Errors:
-    """Sequence length and learned positions."""
+    """Check sequence length and learned positions."""
     longest = c.model.max_position_embeddings
     if c.data.seq_length > longest:
         yield ConfigError(
@@ -41,7 +41,7 @@ def check_positions(c: Settings) -> Errors:
 
 
 def check_query_norms(c: Settings) -> Errors:
-    """Norms of queries and keys."""
+    """Check norms of queries and keys."""
     model = c.model
     no_effect = (
         "queries and keys are normalized after their projections, so the size of those weights "
@@ -238,7 +238,7 @@ def check_sparse_attention_windows(c: Settings) -> Errors:
 
 
 def check_multipliers(c: Settings) -> Errors:
-    """Factors on outputs and on the projections of Mamba-2."""
+    """Check factors on outputs and on the projections of Mamba-2."""
     residual = c.model.residual_multiplier
     mlp_output = c.model.mlp_output_multiplier
     placement = c.model.norm_placement
@@ -260,7 +260,7 @@ def check_multipliers(c: Settings) -> Errors:
 
 
 def check_values_and_norms(c: Settings) -> Errors:
-    """Width of values, norms without weights, and activations with weights."""
+    """Check width of values, norms without weights, and activations with weights."""
     model = c.model
     if c.has_fp8 and model.value_channels is not None:
         yield ConfigError(
@@ -305,7 +305,7 @@ def check_pattern_length(c: Settings) -> Errors:
 
 
 def check_pattern_letters(c: Settings) -> Errors:
-    """Letters of `hybrid_layer_pattern` that need experts or linear attention."""
+    """Check letters of `hybrid_layer_pattern` that need experts or linear attention."""
     letters = read_hybrid_pattern(c.model.hybrid_layer_pattern or "")
     if "E" in letters and not c.has_experts:
         yield ConfigError(
@@ -322,7 +322,7 @@ def check_pattern_letters(c: Settings) -> Errors:
 
 
 def check_attention_letters(c: Settings) -> Errors:
-    """Letters of attention, with and without MLA, and of multi-token prediction."""
+    """Check letters of attention, with and without MLA, and of multi-token prediction."""
     pattern = c.model.hybrid_layer_pattern
     if pattern is None:
         return
@@ -350,7 +350,7 @@ def check_attention_letters(c: Settings) -> Errors:
 
 
 def check_delta_rule_heads(c: Settings) -> Errors:
-    """Heads of Gated DeltaNet and KDA."""
+    """Check heads of Gated DeltaNet and KDA."""
     if not c.has_delta_rule:
         return
     num_keys = c.linear.num_key_heads
@@ -386,7 +386,7 @@ def check_linear_layers(c: Settings) -> Errors:
 
 
 def check_mamba_heads(c: Settings) -> Errors:
-    """Heads and groups of Mamba-2."""
+    """Check heads and groups of Mamba-2."""
     num_groups = c.mamba.num_groups
     if c.has_mamba and c.model.mamba_heads % num_groups != 0:
         num_heads = c.model.mamba_heads
@@ -408,7 +408,7 @@ def near_hidden_sizes(model: ModelConfig) -> str:
 
 
 def check_heads(c: Settings) -> Errors:
-    """Heads of attention without MLA."""
+    """Check heads of attention without MLA."""
     model = c.model
     num_heads = model.num_attention_heads
     if model.multi_latent_attention:
@@ -474,7 +474,7 @@ def check_layers_with_positions(c: Settings) -> Errors:
 
 
 def check_windows(c: Settings) -> Errors:
-    """Sliding windows and chunks of attention."""
+    """Check sliding windows and chunks of attention."""
     window = c.model.window_size
     chunk = c.model.attention_chunk_size
     if window is not None and chunk is not None:

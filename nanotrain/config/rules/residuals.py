@@ -37,7 +37,7 @@ def check_plain_layers(c: Settings) -> Errors:
 
 
 def check_streams(c: Settings) -> Errors:
-    """Several residual streams."""
+    """Check several residual streams."""
     kind = c.model.residual_type
     if kind not in STREAMS:
         return
@@ -58,7 +58,7 @@ def check_streams(c: Settings) -> Errors:
 
 
 def check_shared_norm(c: Settings) -> Errors:
-    """One norm of the inputs of attention and MLP."""
+    """Check one norm of the inputs of attention and MLP."""
     model = c.model
     if model.residual_type != "parallel" or not model.parallel_shared_norm:
         return

@@ -12,7 +12,7 @@ from nanotrain.storage.remote import is_address
 
 
 def check_packing(c: Settings) -> Errors:
-    """Samples of whole documents."""
+    """Check samples of whole documents."""
     if c.data.packing == "best_fit" and not c.data.reset_attention_mask:
         yield ConfigError(
             "packing best_fit without reset_attention_mask",
@@ -122,7 +122,7 @@ def check_final_decay(c: Settings) -> Errors:
 
 
 def check_validation_data(c: Settings) -> Errors:
-    """Validation sets together with data that `split` divides."""
+    """Check validation sets together with data that `split` divides."""
     data = c.data
     if not data.valid_data_path:
         return
@@ -136,7 +136,7 @@ def check_validation_data(c: Settings) -> Errors:
 
 
 def check_fragments(c: Settings) -> Errors:
-    """Fill-in-the-middle in fragments of a part."""
+    """Check fill-in-the-middle in fragments of a part."""
     data = c.data
     if data.fim_data and data.fim_split_sample is not None and data.fim_fragment_rate is None:
         yield ConfigError(
@@ -147,7 +147,7 @@ def check_fragments(c: Settings) -> Errors:
 
 
 def check_split(c: Settings) -> Errors:
-    """Proportions of training, validation and test."""
+    """Check proportions of training, validation and test."""
     if not is_split(c.data.split):
         yield ConfigError(
             f"split is {c.data.split!r}",
@@ -272,7 +272,7 @@ def check_weight_decay(c: Settings) -> Errors:
 
 
 def check_newton_schulz(c: Settings) -> Errors:
-    """Steps of coefficients that differ by step."""
+    """Check steps of coefficients that differ by step."""
     steps = c.optim.muon_num_ns_steps
     kind = c.optim.muon_coefficient_type
     if kind == "quintic" and steps % 5 != 0:
@@ -316,7 +316,7 @@ def check_average_saves(c: Settings) -> Errors:
 
 
 def check_blockwise(c: Settings) -> Errors:
-    """Rules that need full matrices."""
+    """Check rules that need full matrices."""
     optimizer = c.optim.optimizer
     if c.optim.muon_tp_mode == "blockwise" and optimizer in ("normuon", "muon_h"):
         yield ConfigError(
@@ -327,7 +327,7 @@ def check_blockwise(c: Settings) -> Errors:
 
 
 def check_optimizer_offload(c: Settings) -> Errors:
-    """Optimizer state in host memory."""
+    """Check optimizer state in host memory."""
     fraction = c.optim.optimizer_offload_fraction
     if fraction > 1:
         yield ConfigError(
@@ -436,7 +436,7 @@ def check_rollback(c: Settings) -> Errors:
 
 
 def check_debugging(c: Settings) -> Errors:
-    """The search for values that are not finite, and the watchdog after the first step."""
+    """Check the search for values that are not finite, and the watchdog after the first step."""
     if c.train.debug_nan and c.train.torch_compile:
         yield ConfigError(
             "debug_nan and torch_compile are set",

@@ -5,7 +5,7 @@ from nanotrain.errors import ConfigError
 
 
 def check_loss_scale(c: Settings) -> Errors:
-    """Dynamic loss scales of fp16."""
+    """Check dynamic loss scales of fp16."""
     precision = c.precision
     is_dynamic = precision.params_dtype == "fp16" and precision.loss_scale == 0
     lowest = precision.min_loss_scale
@@ -19,7 +19,7 @@ def check_loss_scale(c: Settings) -> Errors:
 
 
 def check_bf16_gradients(c: Settings) -> Errors:
-    """Gradients that are reduced in bf16."""
+    """Check gradients that are reduced in bf16."""
     if not c.precision.grad_reduce_in_bf16:
         return
     if c.precision.accumulate_allreduce_grads_in_fp32:
@@ -44,7 +44,7 @@ def check_bf16_gradients(c: Settings) -> Errors:
 
 
 def check_gradient_dtypes(c: Settings) -> Errors:
-    """Dtypes of accumulated gradients, and of gradients that the optimizer reads."""
+    """Check dtypes of accumulated gradients, and of gradients that the optimizer reads."""
     dtype = c.precision.params_dtype
     in_fp32 = c.precision.accumulate_allreduce_grads_in_fp32
     why = "the optimizer reads bf16 gradients only where they are accumulated and reduced in bf16"
@@ -65,7 +65,7 @@ def check_gradient_dtypes(c: Settings) -> Errors:
 
 
 def check_fp32_reduce_scatter(c: Settings) -> Errors:
-    """Reduce-scatter with sums in fp32."""
+    """Check reduce-scatter with sums in fp32."""
     parallel = c.parallel
     if not parallel.reduce_scatter_with_fp32_accumulation or c.precision.params_dtype == "fp32":
         return
@@ -87,7 +87,7 @@ def check_fp32_reduce_scatter(c: Settings) -> Errors:
 
 
 def check_sharded_gradients(c: Settings) -> Errors:
-    """Gradients that every rank keeps in full."""
+    """Check gradients that every rank keeps in full."""
     strategy = c.parallel.data_parallel_sharding_strategy
     if c.parallel.force_all_reduce and strategy in ("optim_grads", "optim_grads_params"):
         yield ConfigError(
@@ -98,7 +98,7 @@ def check_sharded_gradients(c: Settings) -> Errors:
 
 
 def check_outer_sharding(c: Settings) -> Errors:
-    """Optimizer state that is sharded across instances."""
+    """Check optimizer state that is sharded across instances."""
     if c.parallel.outer_dp_sharding_strategy != "optim":
         return
     if c.parallel.data_parallel_sharding_strategy == "no_shard":
@@ -117,7 +117,7 @@ def check_outer_sharding(c: Settings) -> Errors:
 
 
 def check_double_buffer(c: Settings) -> Errors:
-    """FSDP units that are gathered into fixed memory."""
+    """Check FSDP units that are gathered into fixed memory."""
     parallel = c.parallel
     shards_params = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     if parallel.fsdp_double_buffer and not parallel.reshard_after_forward and shards_params:
@@ -129,7 +129,7 @@ def check_double_buffer(c: Settings) -> Errors:
 
 
 def check_fp8(c: Settings) -> Errors:
-    """Formats and recipes of fp8 products."""
+    """Check formats and recipes of fp8 products."""
     recipe = c.fp8.recipe
     if c.has_fp8 and c.precision.params_dtype == "fp16":
         yield ConfigError(

@@ -138,7 +138,7 @@ def check_stage_layout_mtp(c: Settings) -> Errors:
 
 
 def check_counted_ends(c: Settings) -> Errors:
-    """Embedding or loss that count as a layer of an even split."""
+    """Check embedding or loss that count as a layer of an even split."""
     counted = num_counted_layers(c)
     if counted <= c.model.num_layers:
         return
@@ -159,7 +159,7 @@ def check_counted_ends(c: Settings) -> Errors:
 
 
 def check_end_lengths(c: Settings) -> Errors:
-    """Layers of the first and last rank, over virtual stages and in schedules that form a V."""
+    """Check layers of the first and last rank, with virtual stages and in V schedules."""
     parallel = c.parallel
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     if any(length % virtual != 0 for length in end_lengths(c)):
@@ -185,7 +185,7 @@ def check_end_lengths(c: Settings) -> Errors:
 
 
 def check_expert_overlap(c: Settings) -> Errors:
-    """Dispatch and combine that overlap the products of another microbatch."""
+    """Check dispatch and combine that overlap the products of another microbatch."""
     if not c.parallel.overlap_moe_expert_parallel_comm:
         return
     schedule = c.parallel.pipeline_schedule
@@ -215,7 +215,7 @@ def check_expert_overlap(c: Settings) -> Errors:
 
 
 def check_layers_between_ends(c: Settings) -> Errors:
-    """The layers that the first and last rank leave for the stages between."""
+    """Check the layers that the first and last rank leave for the stages between."""
     ends = end_lengths(c)
     if not ends:
         return

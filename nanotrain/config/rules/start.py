@@ -19,7 +19,7 @@ def check_corpus(c: Settings) -> Errors:
 
 
 def check_cpu(c: Settings) -> Errors:
-    """Settings of host memory and of GPU memory, on a CPU."""
+    """Check settings of host memory and of GPU memory, on a CPU."""
     flags = []
     if c.optim.optimizer_cpu_offload:
         flags.append("--optimizer-cpu-offload")
@@ -55,7 +55,7 @@ def check_cpu(c: Settings) -> Errors:
 
 
 def check_gpu(c: Settings) -> Errors:
-    """Settings of CPUs, on a GPU."""
+    """Check settings of CPUs, on a GPU."""
     if c.train.log_straggler:
         yield ConfigError(
             "--log-straggler on a GPU",

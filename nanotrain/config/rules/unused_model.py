@@ -391,7 +391,7 @@ def unused_checkpoint_args(c: Settings) -> UnusedFields:
 
 
 def unused_expert_axes(c: Settings) -> UnusedFields:
-    """Layouts of experts on one rank."""
+    """Settings of expert axes without experts or with all experts on one rank."""
     if not c.has_experts and c.ep == 1:
         yield unused(
             "expert_tensor_parallel_size",

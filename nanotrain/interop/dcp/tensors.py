@@ -73,7 +73,7 @@ class TensorFolder(Protocol):
         ...
 
     def read_object(self, key: str) -> Any:
-        """One object."""
+        """The object of a key that is no tensor."""
         ...
 
 
@@ -200,11 +200,11 @@ class _ViewFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True: the file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True: the file can be read from any position."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

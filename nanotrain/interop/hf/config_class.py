@@ -189,7 +189,7 @@ def _find_class(kind: str) -> Any:
 
 
 def _check_layer_counts(raw: Mapping[str, Any]) -> None:
-    """Bound numbers of layers before a class makes lists of that length."""
+    """Refuse large numbers of layers, before a class makes lists of that length."""
     for name, value in raw.items():
         is_count = "layer" in name and "per_layer" not in name
         if is_count and isinstance(value, int) and value > MAX_LAYERS:

@@ -430,7 +430,7 @@ def config_to_hf(
 def check_against(
     from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]
 ) -> ModelConfig:
-    """The model to train from a pretrained checkpoint: its own, with the free fields as configured.
+    """The model to train from a pretrained one: the same, with the free fields as configured.
 
     Rotary positions may be other ones on the command line, for longer contexts.
 

@@ -100,7 +100,7 @@ def mhc_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
 
 
 def hyper_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
-    """Sublayers between reading and mixing of the streams, each of which is projected."""
+    """Sublayers between reading and mixing of the streams; each stream has its own projection."""
     n = s.shape.residual_streams
     project = _project(s, outputs=n * (n + 2), inputs=s.shape.hidden_size)
     return _operators(s, sublayers, project=project, weigh=_weigh(s, forward=16, backward=35))

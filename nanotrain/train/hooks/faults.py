@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def order(self) -> Cause:
-        """Sort key, earlier causes first."""
+        """A sort key by which the first fault of a step comes first."""
         is_backward = not self.action.startswith("F")
         stage = int(self.action[1:].partition(".")[0])
         return Cause(int(self.microbatch), is_backward, -stage if is_backward else stage)

@@ -115,7 +115,7 @@ class Findings:
             parts.append(name)
 
     def require(self, entry: str, value: Any) -> None:
-        """Support one value of an entry."""
+        """Support only one value of an entry."""
         self.table_of("required")[entry] = [value]
 
     def fix(self, key: str, value: Any) -> None:

@@ -268,7 +268,7 @@ def _is_default(f: Findings, entry: str, *, value: Any) -> bool:
 
 
 def _require_values(f: Findings, source: ModelingSource, *, names: frozenset[str]) -> None:
-    """Every entry that the code reads has a value in config.json, or a default that was read."""
+    """Note as missing each entry that the code reads without a value or a known default."""
     from transformers import PreTrainedConfig
 
     known = f.entries.keys() | names | set(dir(PreTrainedConfig())) | without_effect(f.kind)

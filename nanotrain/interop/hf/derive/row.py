@@ -133,7 +133,7 @@ def _add_norm_kind(f: Findings, constructor: str) -> None:
 
 
 def _require_epsilon(f: Findings, entry: str, *, code: str) -> None:
-    """Where nothing is compared, the epsilon has to be an entry that the code of norms reads."""
+    """Note a missing epsilon of norms, in a family that cannot be compared with transformers."""
     if f.configuration is None:
         return
     if entry not in f.entries or not re.search(rf"config\.{entry}\b", code):
@@ -200,7 +200,7 @@ def _bias_of(f: Findings, module: str) -> str:
 
 
 def _require_none(f: Findings, entry: str) -> None:
-    """Support a model without these biases alone."""
+    """Support only models without these biases."""
     if entry == "":
         return
     if entry == "True" or f.entries.get(entry):
