@@ -208,10 +208,8 @@ def without_collection() -> Iterator[None]:
 def end_without_collection() -> None:
     """Disable the garbage collection at exit; called last in a process.
 
-    That collection visits all objects (0.4 s of CPU).
-
-    Not where Triton was imported: what is not collected its bindings print as leaks, 25 lines per
-    process (Triton 3.9).
+    That collection visits all objects (0.4 s of CPU). A process that has imported Triton keeps it,
+    since Triton's bindings print every object that is not collected as a leak: 25 lines (3.9).
     """
     if "triton" in sys.modules:
         gc.unfreeze()

@@ -253,6 +253,7 @@ def _mirror_step(step: Path, remote: Remote, *, objects: Mapping[str, Stat]) -> 
 
 
 def _shards(objects: Mapping[str, Stat]) -> dict[str, int]:
+    """Sizes of the shards in a listing, by name."""
     return {name: stat.size for name, stat in objects.items() if _SHARD.fullmatch(name)}
 
 

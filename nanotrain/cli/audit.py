@@ -49,7 +49,7 @@ def audit(argv: Sequence[str]) -> int:
 
 def audit_parser() -> CommandParser:
     """The parser of `nanotrain audit`."""
-    parser = CommandParser("audit", audit, epilog=FLAGS_AFTER, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("audit", audit, epilog=FLAGS_AFTER, other_flags=NUMBER_OF_GPUS)
     parser.add_argument(
         "script",
         type=read_path,

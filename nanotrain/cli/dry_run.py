@@ -39,7 +39,7 @@ def dry_run(argv: Sequence[str]) -> int:
 
 def dry_run_parser() -> CommandParser:
     """The parser of `nanotrain dry-run`."""
-    parser = CommandParser("dry-run", dry_run, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("dry-run", dry_run, epilog=ANY_FLAG, other_flags=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", required=True, help="number of ranks"
     )

@@ -68,7 +68,7 @@ def evaluate_parser() -> CommandParser:
         evaluate,
         epilog="the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, "
         "--nproc-per-node may follow",
-        elsewhere={**MODEL_FLAGS, "--data-path": "--data NAME"},
+        other_flags={**MODEL_FLAGS, "--data-path": "--data NAME"},
     )
     data_or_tasks = parser.add_mutually_exclusive_group(required=True)
     data_or_tasks.add_argument(

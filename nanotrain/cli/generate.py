@@ -70,7 +70,7 @@ def generate_parser() -> CommandParser:
         generate,
         epilog="the sizes of tensor, expert, pipeline and context parallelism, --bf16, --device "
         "and, for several ranks, --nproc-per-node may follow",
-        elsewhere={**MODEL_FLAGS, **LENGTH_FLAGS},
+        other_flags={**MODEL_FLAGS, **LENGTH_FLAGS},
     )
     add_model(parser)
     parser.add_argument(

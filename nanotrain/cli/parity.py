@@ -45,7 +45,7 @@ def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport
 
 def parity_parser() -> CommandParser:
     """The parser of `nanotrain parity`."""
-    parser = CommandParser("parity", parity, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("parity", parity, epilog=ANY_FLAG, other_flags=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size",
         type=processes,

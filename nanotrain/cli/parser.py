@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         command: name of the command.
         function: function that the command runs; its docstring is the description.
         epilog: last sentence of the help.
-        elsewhere: flags of other programs with the same meaning, and what to write instead.
+        other_flags: flags of other programs by name, each with the flag to write instead.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         function: Callable[..., int],
         *,
         epilog: str | None = None,
-        elsewhere: Mapping[str, str] | None = None,
+        other_flags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             prog=f"nanotrain {command}",
@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
             epilog=epilog,
             allow_abbrev=False,
         )
-        self._elsewhere = elsewhere or {}
+        self._other_flags = other_flags or {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; the settings of a training are left over.
@@ -62,8 +62,8 @@ class CommandParser(argparse.ArgumentParser):
         They are set aside first: argparse would take their values for the command's own arguments.
 
         Raises:
-            ConfigError: misspelled flags and those of other programs, all in one error, before
-                any other mistake.
+            ConfigError: misspelled flags and flags of other programs, all in one error, before any
+                other mistake.
         """
         arguments = args or ()
         self._refuse_unknown_flags(arguments)
@@ -88,15 +88,15 @@ class CommandParser(argparse.ArgumentParser):
     def _cure_of(self, flag: str) -> str | None:
         """The cure for a flag of another program or a misspelled flag; None for all others.
 
-        A flag that a training has, or that is misspelled so, is left to the training's own errors.
+        Flags of a training, misspelled or not, have None: the training checks them.
         """
         options = self._option_string_actions
-        if flag in self._elsewhere:
-            return self._elsewhere[flag]
+        if flag in self._other_flags:
+            return self._other_flags[flag]
         if not flag.startswith("--") or flag in options or flag in known_flags() or row_of(flag):
             return None
-        near = by_spelling(flag, [*options, *self._elsewhere])
-        return self._elsewhere.get(near, near) if near else None
+        near = by_spelling(flag, [*options, *self._other_flags])
+        return self._other_flags.get(near, near) if near else None
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a ConfigError in place of printing it."""

@@ -94,7 +94,7 @@ class Outcome:
 
 def plan_parser() -> CommandParser:
     """The parser of `nanotrain plan`."""
-    parser = CommandParser("plan", plan, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("plan", plan, epilog=ANY_FLAG, other_flags=NUMBER_OF_GPUS)
     run_or_table = parser.add_mutually_exclusive_group(required=True)
     run_or_table.add_argument(
         "--world-size", type=world_size, metavar="N", help="number of GPUs of the run"

@@ -12,7 +12,7 @@ from nanotrain.storage.remote import is_address
 from nanotrain.system import usable_cores
 
 # flags of Megatron-LM's tools/preprocess_data.py
-ELSEWHERE = {
+OTHER_FLAGS = {
     "--output-prefix": "--output PREFIX",
     "--json-keys": "--text-column NAME",
     "--tokenizer-model": "--tokenizer NAME",
@@ -49,7 +49,7 @@ def prepare_parser() -> CommandParser:
     from nanotrain.prepare.inputs import Limits
     from nanotrain.prepare.options import Verify
 
-    parser = CommandParser("prepare", prepare, elsewhere=ELSEWHERE)
+    parser = CommandParser("prepare", prepare, other_flags=OTHER_FLAGS)
     _add_input(parser)
     _add_output(parser)
     parser.add_argument(

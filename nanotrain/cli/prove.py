@@ -31,7 +31,7 @@ def prove(argv: Sequence[str]) -> int:
 
 def prove_parser() -> CommandParser:
     """The parser of `nanotrain prove`."""
-    parser = CommandParser("prove", prove, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("prove", prove, epilog=ANY_FLAG, other_flags=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", required=True, help="number of ranks"
     )

@@ -32,7 +32,7 @@ def topology(argv: Sequence[str]) -> int:
 
 def topology_parser() -> CommandParser:
     """The parser of `nanotrain topology`."""
-    parser = CommandParser("topology", topology, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
+    parser = CommandParser("topology", topology, epilog=ANY_FLAG, other_flags=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="print the process groups of N ranks"
     )

@@ -65,7 +65,7 @@ def implied_settings(
 
 
 def implied_hybrid(model_config: ModelConfig, line: CommandLine) -> Iterator[Implied]:
-    """The layers of a model of Mamba-2 that no pattern names."""
+    """The pattern of layers that flags of Mamba-2 imply, where the command line has none."""
     implied = implied_pattern(model_config, line)
     if implied is not None:
         pattern, why = implied

@@ -427,7 +427,7 @@ def convert_str(entry: Entry, value: Any) -> str:
 
 
 def convert_choice(entry: Entry, value: Any) -> str:
-    """One of a few names."""
+    """The text of a value, which has to be a choice of the field."""
     check_choice(entry.name, str(value), known=entry.choices, why="it takes one of")
     return str(value)
 

@@ -303,7 +303,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     # ranks that hold the shards
     ranks: Group = field(default_factory=lambda: Group.single_rank("world"))
-    # what holds where a caller gives nothing
+    # used where a caller gives no value
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     # the model in a layout whose ranks do not hold all layers or tokens; None: `model` is whole
     layout: NextLogits | None = None

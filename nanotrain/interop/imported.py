@@ -61,7 +61,7 @@ def files_of(config: Config, lines: Sequence[str]) -> dict[str, str]:
 def counters_of(
     config: Config, *, step: int, samples: int, num_updates: int, loss_scale: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The counters of a run.
+    """The counters of an imported run, as a checkpoint of nanotrain stores them.
 
     Args:
         config: the settings of the run.

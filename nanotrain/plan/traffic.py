@@ -228,7 +228,7 @@ def routing(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def dispatched_row_bytes(plan: Plan) -> int:
-    """Bytes of a token on its way to an expert with products in fp8, if the run has them."""
+    """Bytes of a token as it is sent to an expert: in fp8 with scales, or as parameters."""
     width = plan.shape.expert_input_size
     config = plan.config
     if config.precision.fp8 is None or config.parallel.moe_dispatch_fwd_dtype == "bf16":

@@ -206,8 +206,8 @@ class ChatTemplate:
             tools: JSON schemas of functions that the assistant may call.
 
         Raises:
-            DataError: the template refuses them, or needs more than its budget; or a beginning of
-                a reply that calls tools, which the template would write after what follows.
+            DataError: the template refuses the messages or exceeds its budget, or a reply that is
+                to be continued has calls of tools, which a template writes after the text.
         """
         process = self._plain.process if tools is None else self._with_tools.process
         if not continues:
@@ -221,7 +221,7 @@ class ChatTemplate:
         if content.strip() not in text or tag not in text:
             raise refusal_of("the chat template leaves out a part of the last message")
         begin = text.rindex(tag)
-        # a template that strips messages has taken the blank of the tag, and those before it
+        # a template that strips messages has removed the blank of the tag, and blanks before it
         is_stripped = not text.startswith(_OPEN_END, begin)
         return text[:begin].rstrip() if is_stripped else text[:begin]
 
@@ -316,7 +316,7 @@ def _changes_replies() -> DataError:
 
 
 def _calls_tools() -> DataError:
-    """The error for a beginning of a reply with calls of tools."""
+    """The error for continuing a reply that has calls of tools."""
     return DataError(
         "a conversation cannot be continued",
         why="its last message has tool_calls, so the assistant has written all of it",

@@ -125,7 +125,7 @@ def write_layers(layers: Sequence[bool]) -> str:
 
 
 def mixed_layers(layers: Sequence[bool]) -> str:
-    """Like `write_layers`, but "0" also if the value is true for all layers."""
+    """The pattern of the layers for which the value is true; "0" if all layers have one value."""
     return "0" if all(layers) else write_layers(layers)
 
 

@@ -77,9 +77,10 @@ class RunnableStage:
         return [param for param in self.module.parameters() if param.requires_grad]
 
     def message_shape(self, hidden_shape: tuple[int, ...], *, is_forward: bool) -> tuple[int, ...]:
-        """The shape of its input, or of its output.
+        """The shape of a message that the stage receives in the forward, or else sends in it.
 
-        A message that has more than hidden states is flat (model/shared_state.py).
+        A message that has more than hidden states is flat (model/shared_state.py). Gradients have
+        the shape of the message that they are gradients of.
         """
         if self.message_widths is None:
             return hidden_shape

@@ -169,7 +169,7 @@ def gated_delta_net_operators(s: LayerSizes) -> Operators:
 
 
 def kda_operators(s: LayerSizes) -> Operators:
-    """KDA: of low rank, the first halves of the gate and of the steps are replicated."""
+    """The operators of KDA; of low-rank gates and steps, every tp rank computes the first half."""
     sizes = _sizes(s.shape)
     widths = _local_widths(s)
     projected = widths | {"beta": sizes.num_value_heads // s.tp}

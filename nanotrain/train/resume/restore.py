@@ -210,7 +210,7 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
     """Log a warning if a checkpoint and the corpus have different tokenizers.
 
-    The same id is other text then.
+    An id then stands for different texts in the checkpoint and in the corpus.
     """
 
     def find() -> str | None:

@@ -146,7 +146,7 @@ def read_source(folder: Path, *, kind: str, architecture: str) -> ModelingSource
 def block_order(source: ModelingSource) -> list[tuple[str, str]]:
     """The steps of a block, in order: ("norm", "input_layernorm"), ("attention", "self_attn"), ...
 
-    Calls of several MLPs in a row, and additions in a row, are one each.
+    Consecutive calls of MLPs count as one step, and so do consecutive additions.
     """
     if source.block is None:
         return []
