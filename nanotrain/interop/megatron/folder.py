@@ -2,7 +2,8 @@
 
     FOLDER/latest_checkpointed_iteration.txt    the step, or "release"
     FOLDER/iter_0000300/metadata.json           the names of the formats
-    FOLDER/iter_0000300/common.pt               arguments, step, schedules, optimizer
+    FOLDER/iter_0000300/common.pt               arguments, step, schedules, optimizer; since
+                                                megatron-core 0.19 an object among the tensors
     FOLDER/iter_0000300/mp_rank_00/             of the format `torch`, in place of both; legacy.py
 
 `find_step_folder` takes FOLDER, for its newest step, or the folder of a step.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.pickles import attributes_of, load_archive, unreadable_file
+from nanotrain.interop.dcp.tensors import METADATA, TensorFolder, TorchDistFolder
 from nanotrain.untrusted import (
     object_of,
     parse_json,
@@ -31,6 +33,7 @@ from nanotrain.untrusted import (
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMATS = "metadata.json"
 COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"  # its key where it is an object among the tensors
 RANKS = "mp_rank_*"  # folders of model-parallel ranks in the format `torch`
 RANK_FILE = "model_optim_rng.pt"  # in each of them
 MAX_TEXT_BYTES = 1 << 16
@@ -39,11 +42,11 @@ FIX = "name a folder of --save of Megatron-LM, or one iter_NNNNNNN of it"
 
 @dataclass(frozen=True)
 class CommonState:
-    """Values that all ranks of a checkpoint share, from its file common.pt."""
+    """Values that all ranks of a checkpoint share: its common state."""
 
     arguments: Mapping[str, Any]  # of the run, by their names in the program; empty: not stored
     step: int
-    state: Mapping[str, Any]  # all of common.pt
+    state: Mapping[str, Any]  # all of them
 
 
 def find_step_folder(path: Path) -> Path:
@@ -101,14 +104,20 @@ def require_torch_dist(folder: Path) -> None:
         )
 
 
-def read_common_state(folder: Path) -> CommonState:
+def read_common_state(folder: Path, *, tensors: TensorFolder | None = None) -> CommonState:
     """The common state of a step; in the format `torch`, that in the file of its first rank.
+
+    Args:
+        folder: folder of the step.
+        tensors: its tensors, in the format `torch_dist`; None: opened here where it takes them.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     file = folder / COMMON
     files = rank_files(folder)
+    if not files and not file.exists() and (folder / METADATA).exists():
+        return common_state_among(tensors or TorchDistFolder(folder))
     if files:
         file = files[0]
     state = load_archive(file, shown=str(file), is_mapped=bool(files))
@@ -116,6 +125,29 @@ def read_common_state(folder: Path) -> CommonState:
         return common_state_of(state)
     except ValueError as error:
         raise unreadable_file(str(file), str(error)) from None
+
+
+def common_state_among(tensors: TensorFolder) -> CommonState:
+    """The common state that is an object among the tensors.
+
+    Source: Megatron-LM, `dist_checkpointing/serialization.py`, since core 0.19.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if COMMON_OBJECT not in tensors.objects:
+        raise CheckpointError(
+            f"{tensors.folder} has no common state",
+            why=f"there is neither a file {COMMON} nor an object {COMMON_OBJECT}",
+            fix="copy the checkpoint again, or use another step of the run",
+        )
+    content = tensors.read_object(COMMON_OBJECT)
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0]
+    try:
+        return common_state_of(content)
+    except ValueError as error:
+        raise unreadable_file(f"{tensors.folder}, {COMMON_OBJECT}", str(error)) from None
 
 
 def rank_files(folder: Path) -> list[Path]:

@@ -152,8 +152,8 @@ def open_folder(folder: Path) -> tuple[TensorFolder, CommonState]:
         legacy = LegacyFolder(folder)
         return legacy, legacy.common
     require_torch_dist(folder)
-    common = read_common_state(folder)
-    return TorchDistFolder(folder), common
+    tensors = TorchDistFolder(folder)
+    return tensors, read_common_state(folder, tensors=tensors)
 
 
 def require_adam(config: Config) -> None:

@@ -2,10 +2,13 @@
 
 import json
 from argparse import Namespace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.megatron.folder import (
@@ -48,6 +51,27 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         require_torch_dist(write_step(tmp_path / "zarr", "zarr"))
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
     assert find_step_folder(tmp_path / "old") == tmp_path / "old"
+
+
+def test_the_common_state_among_the_tensors(tmp_path: Path) -> None:
+    """As megatron-core 0.19 saves it: a list with the state, as an object."""
+    key = "common_state/shard_0_1"
+    state = {"args": Namespace(num_layers=2), "iteration": 7}
+    contents = {"listed": [state], "plain": state, "hostile": [Fraction(1)], "other": [1, 2]}
+    for name, content in contents.items():
+        # whole objects, not the entries of lists
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save({key: content}, checkpoint_id=tmp_path / name, planner=planner, no_dist=True)
+    for name in ("listed", "plain"):
+        common = read_common_state(tmp_path / name)
+        assert (common.step, common.arguments) == (7, {"num_layers": 2})
+    with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
+        read_common_state(tmp_path / "hostile")
+    with pytest.raises(CheckpointError, match="must be an object"):
+        read_common_state(tmp_path / "other")
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "none", no_dist=True)
+    with pytest.raises(CheckpointError, match="neither a file common.pt nor an object"):
+        read_common_state(tmp_path / "none")
 
 
 def test_the_common_state(tmp_path: Path) -> None:
