@@ -97,7 +97,7 @@ def _fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
 
 @contextmanager
 def named_wait(what: str) -> Iterator[None]:
-    """Name in the log what a block waits for, once, if it takes more than NAMED_AFTER_S.
+    """Log once that a block is waiting, if it takes more than NAMED_AFTER_S.
 
     Args:
         what: the wait, as "the lock of runs/a is held by another process".

@@ -83,7 +83,7 @@ class AttentionBackend:
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
     last_capability: tuple[int, int] | None = None
     first_cudnn: int = 0  # the first version of cuDNN
-    implementation: str = ""  # of torch's flash operators: FA3, FA4, or that of torch itself
+    implementation: str = ""  # of torch's flash operators: FA3, FA4, or torch's own
     torch_version: tuple[int, int] = (2, 10)  # the first one
     is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
     # whether torch runs it with deterministic algorithms

@@ -72,7 +72,7 @@ class AttentionResult:
 class ChunkGradients:
     """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv].
 
-    Sums of several have the dtype `accumulate_dtype`.
+    Gradients that are sums over chunks have the dtype of `accumulate_dtype`.
     """
 
     query: Tensor

@@ -98,7 +98,7 @@ class WindowTokens:
     """The tokens of windows, on the device."""
 
     tokens: Tensor  # [B or 1, T, m] int64
-    has_previous: Tensor  # [B or 1, T] bool, whether a window also reads those before them
+    has_previous: Tensor  # [B or 1, T] bool, whether a window of its segment is before it
 
 
 def _segment_starts(spans: Spans) -> np.ndarray:
@@ -261,7 +261,7 @@ def plan_compressed(
             if num_before:
                 tiles.append(Tile(slice(None), rows, keys, is_masked=True, is_first=False))
     device = call.device
-    # compressed keys have numbers after those of all tokens, the same on all ranks
+    # compressed keys are numbered after all tokens, in the same way on all ranks
     length = starts.shape[1]
     token_positions = torch.arange(first, stop, device=device)
     numbers = torch.arange(length, length + number, device=device)

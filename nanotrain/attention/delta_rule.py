@@ -57,7 +57,7 @@ ScanForm = Callable[[DeltaInputs, Tensor | None], tuple[Tensor, Tensor]]
 KERNEL_FORMS: dict[str, ScanForm] = {"fla": fla_delta_rule, "triton": delta_rule_by_triton}
 
 
-@eager  # a compiled graph would keep what is computed again
+@eager  # a compiled graph would keep tensors that are to be computed again
 def delta_rule(
     inputs: DeltaInputs, initial_state: Tensor | None = None, *, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ class SelectedKeys:
         last = mask.cumsum(-1, dtype=torch.int32) - 1
         slots = torch.where(mask, last, width).long()
         numbers = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
-        size = (*mask.shape[:-1], width + 1)  # with a column for what is not selected
+        size = (*mask.shape[:-1], width + 1)  # with a column for keys that are not selected
         positions = numbers.new_full(size, -1)
         positions.scatter_(-1, slots, numbers.expand(slots.shape))
         return cls(positions[..., :width], first_query)

@@ -177,7 +177,7 @@ class KeptSelection:
         """The selected keys [B, rows, keys] bool of some queries; there are no scores."""
         num_keys = may_attend.shape[-1]
         positions = self.positions[:, rows].long()
-        size = (*positions.shape[:2], num_keys + 1)  # with a column for what is not selected
+        size = (*positions.shape[:2], num_keys + 1)  # with a column for keys that are not selected
         mask = may_attend.new_zeros(size)
         mask.scatter_(-1, positions.where(positions >= 0, num_keys), True)
         return mask[..., :num_keys] & may_attend, None

@@ -47,7 +47,7 @@ KERNEL_FORMS: dict[str, ScanForm] = {
 }
 
 
-@eager  # a compiled graph would keep what is computed again
+@eager  # a compiled graph would keep tensors that are to be computed again
 def ssd(
     inputs: DeltaInputs, initial_state: Tensor | None = None, *, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _ssd(
     before = torch.stack(states[:-1], dim=1)
     before = before.flatten(3, 4)
     read = (before @ chunks.C.mT).view_as(chunks.u)
-    decayed_read = read * chunks.from_start  # first: the order of the sum sets that of its backward
+    decayed_read = read * chunks.from_start  # first: the sum's order sets its backward's
     y = decayed_read + chunks.u @ pairs.mT
     y = rearrange(y, "b m g r p l -> b (m l) (g r) p")
     length = inputs.value.shape[1]

@@ -274,7 +274,7 @@ class Figures:
     """Sizes and costs of a configuration on a number of GPUs."""
 
     total: int | None = None  # parameters
-    active: int | None = None  # those that compute for one token
+    active: int | None = None  # parameters that compute for one token
     ranks: int = 1
     predictions: tuple[Prediction, ...] = ()  # one per engine that can be planned
 

@@ -52,7 +52,7 @@ def audit(
         meaning: what they mean here.
         gpu: GPU of every rank.
         version: version of Megatron-LM whose bugs are named.
-        ranks: number of GPUs; None for that of the source.
+        ranks: number of GPUs; None for the number of the source.
     """
     ranks = ranks or source.ranks
     figures = figures_of(meaning, ranks, gpu=gpu)

@@ -135,7 +135,7 @@ class BackgroundSave:
             _running.discard(self)
 
 
-# those of this process; the next save of a step writes into the same folder
+# saves of this process; the next save of a step writes into the same folder
 _running: set[BackgroundSave] = set()
 
 

@@ -58,9 +58,9 @@ class ChunkEntry:
 
     box: Box  # the chunk, in the coordinates of the global tensor
     file: str  # name of the safetensors file, in the folder of the manifest
-    key: str  # name of the tensor in that file; its shape is that of the box
+    key: str  # name of the tensor in that file; it has the shape of the box
     crc32: str  # zlib.crc32 of the raw bytes (C order, little endian), eight hexadecimal digits
-    nbytes: int  # number of those bytes
+    nbytes: int  # number of bytes of the values
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class RemoteCheckpointer(Checkpointer):
     """Writes and reads the checkpoints of a run in object storage.
 
     Args:
-        local: checkpointer of the local folder; a machine needs not see that of others.
+        local: checkpointer of the local folder; a machine need not see the folders of others.
         remote: the address of the run.
         store: the store at which the ranks met.
     """

@@ -250,7 +250,7 @@ class TensorDifference:
 
     name: str
     largest: float  # largest absolute difference of an element; NaN where one side has NaN
-    relative: float  # 2-norm of the difference relative to that of the first
+    relative: float  # 2-norm of the difference, relative to the first one's
 
 
 @dataclass(frozen=True)

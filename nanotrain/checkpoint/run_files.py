@@ -197,7 +197,7 @@ class FileUploads:
         Raises:
             StorageFault: a file cannot be written.
         """
-        with self._lock:  # the thread of a save, and that of training
+        with self._lock:  # the thread of a save, and the training's thread
             self._upload_changed()
 
     def _upload_changed(self) -> None:

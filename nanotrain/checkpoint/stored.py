@@ -43,7 +43,7 @@ _STEP_NAME = re.compile(r"(?:^|/)step-(\d{8,})$")
 _INSIDE = re.compile(r"(checkpoints/)?step-\d{8,}")  # no run, whose name is the user's
 _SAVE = re.compile(r"(step-\d{8,})\.[^/]*$")
 _SHARD = re.compile(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors")
-# an object's name may be that of a file elsewhere
+# an object's name could be a path outside of the folder
 _UNSAFE = re.compile(r"(^|/)(\.{0,2})(/|$)|[\x00-\x1f\\]")
 
 

@@ -24,7 +24,7 @@ from nanotrain.system import importing_torch
 # microbatches of a data-parallel rank per pipeline stage, so that a pipeline is filled
 MICROBATCHES_PER_STAGE = 2
 LM_EVAL_BATCH = 8  # samples of a batch of lm-eval where the command line sets none
-# settings that may differ from those of the training run, besides those of the layout
+# settings besides the layout that may differ from the training run's
 SETTINGS = {
     "data.seq_length",
     "train.micro_batch_size",
@@ -198,7 +198,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.train.open_tasks import read_tasks
 
     launch = Launch.of(os.environ)
-    start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it
+    start_logging(is_first=launch.rank == 0)  # opening a folder logs which files are read
     model = open_model(args.path, ema=args.ema)
     config = evaluation_config(model.config, loaded, world_size=launch.world_size)
     name = args.tokenizer or tokenizer_name(model)

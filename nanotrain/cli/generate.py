@@ -181,7 +181,7 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.topology.topology import Topology
 
     launch = Launch.of(os.environ)
-    start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it
+    start_logging(is_first=launch.rank == 0)  # opening a folder logs which files are read
     checkpoint = open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
     if args.prompt is not None:

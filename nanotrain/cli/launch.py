@@ -29,7 +29,7 @@ from nanotrain.runs.verdict import judge_run
 from nanotrain.system import importing_torch
 from nanotrain.topology.smaller_world import largest_world, require_smaller_world
 
-# The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
+# The options of torchrun that are accepted; each takes a value, except the ones in SWITCHES.
 OPTIONS = (
     "--nproc-per-node",
     "--nnodes",

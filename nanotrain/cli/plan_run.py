@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LLAMA_3 = "Llama 3 405B, table 5 of arXiv 2407.21783"
 BYTES_PER_PARAMETER = 12  # fp32 main parameters and two moments
 STORAGE_GB_PER_S_PER_GPU = 0.12
-FORWARD_SHARE = 1 / 3  # FLOPs of a forward pass, of those of a step without recomputation
+FORWARD_SHARE = 1 / 3  # share of a forward pass in the FLOPs of a step without recomputation
 HOUR_S = 3600.0
 
 

@@ -38,7 +38,7 @@ from nanotrain.quantities import count_of
 from nanotrain.system import available_memory
 
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between
-# tensors of varying sizes, such as those of batches and experts.
+# tensors of varying sizes, such as batches and tokens of experts.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 # Read when cuBLAS and NCCL start. cuBLAS repeats its results with workspaces of fixed size; with
 # NVLS the switch sets the order of sums, so Megatron-LM excludes it as well.

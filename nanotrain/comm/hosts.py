@@ -38,6 +38,6 @@ def own_address() -> str:
             address = str(probe.getsockname()[0])
     except OSError:
         return meeting_point
-    # on the machine of rank 0 its name may be that of the loopback interface
+    # on the machine of rank 0 its name may belong to the loopback interface
     is_loopback = ipaddress.ip_address(address).is_loopback
     return meeting_point if is_loopback else address

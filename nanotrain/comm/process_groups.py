@@ -68,7 +68,7 @@ def rejoin_world(name: str, *, world_size: int, timeout: timedelta) -> None:
     Every rank calls this, with no collective under way.
 
     Args:
-        name: prefix of the new groups' keys in the store, which still has those of the old groups.
+        name: prefix of the new groups' keys in the store, which still has keys of the old groups.
         world_size: number of ranks; fewer than before where the last ones have left.
         timeout: timeout of its collectives.
     """

@@ -34,7 +34,7 @@ class Alias:
     name: str
     value: str
     agrees: tuple[str, ...]
-    wins: bool = False  # its value replaces that of another argument, as in Megatron-LM
+    wins: bool = False  # its value replaces another argument's, as in Megatron-LM
 
 
 TABLE = read_table("arguments")

@@ -30,7 +30,7 @@ class LinearAttentionKind:
     Args:
         has_delta_rule: whether it has key and value heads, of the sizes linear_num_key_heads and so
             on.
-        has_mamba: whether its sizes are those of Mamba-2.
+        has_mamba: whether it has the sizes of Mamba-2.
         shards_hidden_size: whether tp shards as many channels as the hidden state has.
     """
 

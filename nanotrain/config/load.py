@@ -362,7 +362,7 @@ def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
 
 
 def explain(loaded: Loaded, line: CommandLine) -> str:
-    """The configuration with the origin of every value, and what Megatron-LM's flags became."""
+    """The configuration with the origin of every value, and the meaning of Megatron-LM's flags."""
     values = {key: yaml_value(value) for key, value in flat_values(loaded.config).items()}
     keys = sorted(KEYS, key=lambda key: loaded.origins[key] == "default")
     key_width = max(map(len, keys))

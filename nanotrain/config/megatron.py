@@ -43,7 +43,7 @@ class MegatronFlag:
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # the name of a function of config/conversions.py
     convert: str = ""
-    # kind "rename": its values replace those of other flags, as in Megatron-LM
+    # kind "rename": its values replace the values of other flags, as in Megatron-LM
     overrules: bool = False
     # kind "rename": it depends on what the other flags set, so it is converted last
     is_check: bool = False

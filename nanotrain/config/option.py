@@ -141,7 +141,7 @@ class Entry:
 
     @property
     def advice(self) -> str:
-        """The field's flag and what it means, for the cure of an error."""
+        """The field's flag and its meaning, for the cure of an error."""
         return f"{self.flag} is {self.help}"
 
     @property

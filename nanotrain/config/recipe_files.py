@@ -17,7 +17,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.untrusted import read_file, require_few_values
 
 MAX_RECIPE_BYTES = 1 << 18  # a config.yaml with all fields has 20 KB
-MAX_RECIPE_VALUES = 20_000  # with those that aliases repeat
+MAX_RECIPE_VALUES = 20_000  # repetitions by aliases included
 _FROM_ENVIRONMENT = re.compile(r"oc\.env: *(\w+) *(,.*)?")
 
 

@@ -54,7 +54,7 @@ class RampUp:
         """Size of the batch that starts at `consumed_samples`."""
         if consumed_samples > self.samples:
             return self.final
-        # in floating point, as in Megatron-LM, so that the size of every batch is the same as there
+        # in floating point, as in Megatron-LM, so that every batch has the size that it has there
         num_increments = (self.final - self.start) // self.increment
         samples_per_increment = self.samples / num_increments
         growth = int(consumed_samples / samples_per_increment) * self.increment

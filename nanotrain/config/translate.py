@@ -28,7 +28,7 @@ UNFUSED_GELU = "--no-bias-gelu-fusion"
 
 @dataclass
 class Translation:
-    """A configuration that is being completed, with what was set and why."""
+    """A configuration that is being completed, with its new values and their reasons."""
 
     config: Config
     explicit: frozenset[str]  # keys set on the command line

@@ -44,7 +44,7 @@ class FillInTheMiddle:
     seed: int
     split_token: int | None = None  # id between the fragments of a part; None: parts have none
     fragment_rate: float = 1.0  # fraction of the fragments that are rewritten, of chosen parts
-    no_prefix: str = ""  # text at the beginning of what is not rewritten; empty: all may be
+    no_prefix: str = ""  # a text that begins with it is not rewritten; empty: all may be
     tokenizer: str = ""  # name of the tokenizer that decodes it
 
     @classmethod

@@ -356,7 +356,7 @@ def _load(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.name == VOCABULARY and path.is_file():
-        path = path.parent  # what is beside it belongs to it
+        path = path.parent  # the files beside it belong to it
     if path.is_dir():
         return _load_folder(path)
     if path.is_file():

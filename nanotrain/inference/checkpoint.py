@@ -466,7 +466,7 @@ def export_checkpoint(
     Args:
         path: a step folder, or a run folder for its newest.
         folder: the Hugging Face folder; must be empty.
-        dtype: dtype of the exported weights: fp32, bf16, fp16, or auto for that of each tensor in
+        dtype: dtype of the exported weights: fp32, bf16, fp16, or auto for each tensor's in
             the folder that the model was imported from.
         family: a `model_type` of Hugging Face; None for the family of the pretrained checkpoint
             that the run started from, else the first that can represent the model.

@@ -89,7 +89,7 @@ class GenerationDefaults:
         )
 
     def describe(self) -> list[str]:
-        """One line on what the folder sets, and one on what is not applied; [] for neither."""
+        """One line on settings of the folder, and one on settings without effect; [] for none."""
         options = []
         for name in ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens"):
             value = getattr(self, name)

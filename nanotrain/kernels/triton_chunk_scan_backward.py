@@ -289,7 +289,7 @@ if triton is not None:
                 pairs, low_queries, low_keys, read, write, decay, data, rows, start, sizes
             )
             store_channels(grads.key, key_grad, tokens, inside, start, sizes)
-            # read again: the registers were those of the products
+            # read again: the products needed the registers
             keys = load_scaled(data.key, key_factors, vectors, inside, start, sizes)
             queries = load_scaled(data.query, scaled_factors, vectors, inside, start, sizes)
             decay_grad = queries * query_grad

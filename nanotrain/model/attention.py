@@ -55,7 +55,7 @@ GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class HeadAttention(nn.Module):
-    """Base of attention with its own keys and values, and with those of an earlier layer."""
+    """Base of attention with its own keys and values, and of attention to an earlier layer's."""
 
     query_norm: nn.Module
     output: nn.Module
@@ -109,7 +109,7 @@ class HeadAttention(nn.Module):
             value: [B, S, G, Dv].
             gate: [B, S, N, Dv] or, one per head, [B, S, N, 1]; None without one.
             context: context of the microbatch.
-            core: core attention of the microbatch; None for that of the layer.
+            core: core attention of the microbatch; None for the layer's own.
         """
         core = core or self.core_attention
         mask = self.inputs(context).mask

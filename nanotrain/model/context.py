@@ -224,7 +224,7 @@ class LayerContext:
     state: dict[Source, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def keep(self, source: Source, *tensors: Tensor) -> None:
-        """Keep tensors for later layers; a recomputed forward leaves those of the first forward.
+        """Keep tensors for later layers; a recomputed forward does not replace them.
 
         The tensors are views, which no recomputation of their layer discards.
         """

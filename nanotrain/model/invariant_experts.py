@@ -170,7 +170,7 @@ class AppendSlots(nn.Module):
     It takes the place of the projection of tokens before they are sent, which is the identity.
 
     Args:
-        rank: index of this rank among those whose tokens the experts of a rank get.
+        rank: index of this rank among the ranks that send tokens to the experts of a rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -189,7 +189,7 @@ class AppendSlots(nn.Module):
 class SlotPlan(NamedTuple):
     """The products of permuted tokens."""
 
-    rows: Tensor  # [P] int64, the row of every token among those of all products
+    rows: Tensor  # [P] int64, the row of every token among the rows of all products
     counts: list[int]  # [E], the products of each expert
 
 

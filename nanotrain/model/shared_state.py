@@ -20,7 +20,7 @@ from nanotrain.spec.shape import ModelShape, Source
 from nanotrain.spec.shared_state import message_width, state_shapes, tensor_widths
 from nanotrain.spec.stages import StageSpec
 
-State = dict[Source, tuple[Tensor, ...]]  # by what is kept
+State = dict[Source, tuple[Tensor, ...]]  # kept tensors by their source
 
 
 class StageMessages:

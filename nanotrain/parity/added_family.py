@@ -77,7 +77,7 @@ class AddedFamily:
         )
 
     def text(self) -> str:
-        """The row and what was checked."""
+        """The row and the results of the checks."""
         source = "none, so norms are assumed before attention and MLP, and halves are rotated"
         if self.source is not None:
             source = f"{self.source}, read as text"

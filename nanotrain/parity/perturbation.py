@@ -26,7 +26,7 @@ from nanotrain.config.config import PrecisionConfig
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.precision.fp8 import E2M1, FORMATS
 
-# Relative differences below it are those of fp32 sums, which a perturbation need not have.
+# Relative differences below it can come from fp32 sums, without a perturbation.
 FLOOR = 1e-6
 E2M1_EPS = 0.5  # distance from 1 to the next larger number; torch.finfo has no 4-bit dtypes
 
@@ -103,7 +103,7 @@ def _change_last_bit(x: Tensor, *, size: float, generator: torch.Generator) -> T
 class Deviation:
     """The distance of a tensor from the same tensor of one rank."""
 
-    norm: float  # 2-norm of the difference, relative to that of the tensor
+    norm: float  # 2-norm of the difference, relative to the tensor's
     # part of the difference along the tensor, relative too: a factor of 1.1 is 0.1. Roundings
     # cancel in this sum, a wrong divisor does not.
     along: float

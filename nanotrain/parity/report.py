@@ -18,8 +18,9 @@ from nanotrain.config.references import as_written
 from nanotrain.config.schema import flat_values, to_dict
 from nanotrain.quantities import count_of, table_lines
 
-# Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is
-# one sum with cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss.
+# Tolerances of gradients and weights, as multiples of the tolerance of losses. An element of a
+# gradient is one sum with cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7
+# of a loss.
 # Adam divides a gradient by its own size, so rounding errors of small gradients move weights:
 # measured 1e-4 to 2e-2 of the learning rate.
 GRADIENT_FACTOR = 10

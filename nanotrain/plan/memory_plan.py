@@ -63,7 +63,7 @@ class MemoryPlan:
     runtime: int  # on a GPU its context and NCCL
     host: int = 0  # memory of the host for memory checkpoints; on a CPU, `working` has it too
     in_flight: int = 0  # forwards whose activations are kept at that peak
-    recompute: str = ""  # what is recomputed, as the user sets it; empty for nothing
+    recompute: str = ""  # settings of recomputation, as the user writes them; empty for none
     unplanned: str = ""  # large memory that the plan leaves out
 
     @property

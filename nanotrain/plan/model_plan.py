@@ -47,9 +47,9 @@ class StagePlan:
 
     spec: StageSpec  # layers of the stage
     params: tuple[LocalParam, ...]  # local parameters in registration order
-    # dense, dense in fp8, experts, experts in fp8; only those that have parameters
+    # dense, dense in fp8, experts, experts in fp8; only buffers that have parameters
     buffers: tuple[BufferPlan, ...]
-    # indices of its layers of multi-token prediction, after those of the model
+    # indices of its layers of multi-token prediction, which follow the model's
     mtp_layers: range = range(0)
     mtp_predictions: tuple[int, ...] = ()  # the layer of every prediction further
 

@@ -45,7 +45,7 @@ class Plan(ModelPlan):
     """One rank's part of a run."""
 
     sampler: SamplerConfig  # which samples this rank reads
-    # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
+    # actions and transfers of a training step; `StepSchedules` plans other batch sizes
     train_schedule: RankPlan
     valid_schedule: RankPlan  # forwards and transfers of a validation batch
     # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they

@@ -117,7 +117,7 @@ class RunCalendar:
         return self.start + timedelta(seconds=seconds)
 
     def _date_line(self, name: str, seconds: float) -> str:
-        """When the run has ended, and what it has cost by then."""
+        """The date at which the run ends, and its cost."""
         hours = self.gpu_hours(seconds)
         line = f"{name:<12}{self._end(seconds):%Y-%m-%d}, {seconds / DAY_S:,.1f} days, "
         line += f"{hours:,.0f} GPU-hours"

@@ -58,11 +58,11 @@ class GPU:
     network: Link
     network_efficiency: float  # share of the network's bandwidth that collectives reach
     kernels: str  # GPU whose measured kernels shape the efficiencies
-    collectives: str  # GPU whose measured collectives shape those inside a node
+    collectives: str  # GPU whose measured collectives predict collectives inside a node
     is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
     is_cpu: bool  # cores of a processor, which launch what they compute
     calibration: Calibration = Calibration()  # factors of this machine
-    # packages with kernels of scans, such as fla; None: those of this machine
+    # packages with kernels of scans, such as fla; None: the ones on this machine
     kernel_packages: frozenset[str] | None = None
 
     @property
@@ -143,7 +143,7 @@ def machine_of(gpu: GPU, link: Link | None = None) -> GPU:
 
     Args:
         gpu: a GPU with its calibration.
-        link: the link between nodes as collectives reach it; None for that of the GPU.
+        link: the link between nodes as collectives reach it; None for the GPU's.
     """
     if link is not None:
         gpu = replace(gpu, network=link, network_efficiency=1.0)

@@ -152,7 +152,7 @@ class OperatorTimes(RankClock):
         ]
 
     def activation(self, operator: Activation) -> Parts:
-        """The activation function, by what it reads and writes of tensors of the inner width."""
+        """The activation function, by the bytes that it reads and writes per inner channel."""
         is_fused = self.engine.operators.fused
         if operator.is_gated:
             forward, backward = (3, 5) if is_fused else (5, 11)
@@ -340,7 +340,7 @@ class OperatorTimes(RankClock):
         return [replace(part, group="tp", after=scatter_s, first=gather_s)]
 
     def loss(self, operator: Loss) -> Parts:
-        """The softmax over the vocabulary, by what it reads and writes per logit."""
+        """The softmax over the vocabulary, by the bytes that it reads and writes per logit."""
         logits = operator.rows * operator.columns
         forward = self.engine.operators.loss_forward_bytes * logits
         backward = self.engine.operators.loss_backward_bytes * logits

@@ -311,7 +311,7 @@ class _Trials:
         return work * run.slowdown_factor + intervals * run.save_stall_s + run.save_lag_s
 
     def _fail(self, failed: np.ndarray) -> None:
-        """Draw what failed in runs, and add the time until a restart can begin."""
+        """Draw the failed component of each run, and add the time until a restart can begin."""
         if not len(failed):
             return
         components = self.run.components

@@ -271,7 +271,7 @@ class Stages:
         return total
 
     def _unit_streams(self, unit: Unit, kind: ActionKind) -> Streams:
-        """The work of one unit in a forward, or in a backward with what it recomputes."""
+        """The work of one unit in a forward, or in a backward with its recomputation."""
         engine = self.scenario.engine
         streams = Streams(engine.overlap.contention, engine.operators.time_factor)
         if kind is ActionKind.forward:

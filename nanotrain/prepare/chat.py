@@ -235,7 +235,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Program:
-    """A template in its process, and whether it marks what the assistant writes."""
+    """A template in its process, and whether it marks the assistant's text."""
 
     process: ChatProcess
     marks_turns: bool

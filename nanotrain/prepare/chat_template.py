@@ -34,7 +34,7 @@ MAX_CHARACTERS = 1 << 26  # of a conversation; the parent reads and tokenizes th
 
 
 class Blocks:
-    """The text of a conversation so far, and what the assistant writes in it."""
+    """The text of a conversation so far, and the assistant's part of it."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -309,7 +309,7 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     return chunks
 
 
-# Functions that split a file, by its suffix; `readers.READERS` has those that read its chunks.
+# Functions that split a file, by its suffix; `readers.READERS` has functions that read its chunks.
 SPLITTERS: dict[str, Callable[[Path, int], list[InputChunk]]] = {
     ".parquet": _split_parquet,
     ".txt": _split_text,

@@ -71,7 +71,7 @@ class PrepareOptions:
         self._check_executor()
 
     def _check_tokenizer(self) -> None:
-        """Check --tokenizer, and what chat templates need of it."""
+        """Check --tokenizer, also against --format chat and --chat-template."""
         if not self.tokenizer:
             raise DataError(
                 "--tokenizer is empty",

@@ -66,7 +66,7 @@ def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
 def lines_of(
     counts: TextCounts, *, tokenizer: Tokenizer, num_tokens: int, parse_special: bool
 ) -> list[str]:
-    """The lines that say what was counted in a corpus of `num_tokens` tokens."""
+    """The lines with the counts of a corpus of `num_tokens` tokens."""
     texts = special_texts(tokenizer)
     names = ", ".join(texts[:_NUM_SHOWN]) + (", ..." if len(texts) > _NUM_SHOWN else "")
     became = "stays text; --parse-special makes it the token, as AutoTokenizer does"

@@ -161,7 +161,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         """Close the files, and remove temporary ones that are left."""
         for file in (self._file, self._mask):
             if file is not None:
-                with suppress(OSError):  # a full disk: closing writes what is buffered
+                with suppress(OSError):  # a full disk: closing writes the buffers
                     file.close()
         for partial in (self._partial_tokens, self._partial_index, self._partial_mask):
             partial.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from nanotrain.train.inputs import with_known_model
 from nanotrain.train.run import RunInputs
 from nanotrain.train.step import train_step
 
-NUM_MICROBATCHES = 2  # the second one adds its gradients to those of the first
+NUM_MICROBATCHES = 2  # the second one adds its gradients to the first one's
 DRY_RUN = Path(__file__).parents[1] / "dry_run"
 NO_SHARD: dict[str, Any] = {
     "parallel.data_parallel_sharding_strategy": "no_shard",

@@ -63,7 +63,7 @@ class Seams:
     # elements in the gradient norm, and axes along which this rank alone counts them
     _counted: list[tuple[Tensor, int]] = field(default_factory=list)
     _bucket: Bucket | None = None  # whose reduction starts
-    # axes along which ranks update other elements of a parameter, besides those that shard it
+    # axes that do not shard a parameter but along which ranks update different elements of it
     _shards: dict[str, int] = field(default_factory=dict)
 
     @contextmanager

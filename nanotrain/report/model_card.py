@@ -164,7 +164,7 @@ def _data_section(model: PublishedModel) -> str:
 
 
 def _recipe_section(model: PublishedModel) -> str:
-    """The settings that a recipe or a command line set, and what the run ran on."""
+    """The settings of the recipe and the command line, and the hardware of the run."""
     environment = model.run.environment
     device = environment.get("device", "an unknown device")
     versions = []

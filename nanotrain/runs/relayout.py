@@ -40,7 +40,7 @@ from nanotrain.untrusted import (
 )
 
 REQUEST, DONE = "relayout.request", "relayout.jsonl"
-# sections whose settings change where tensors lie and how they are computed, not what is trained
+# sections whose settings change where and how tensors are computed, not the model or its data
 _SECTIONS = ("parallel.", "memory.")
 _KEYS = ("train.micro_batch_size",)
 _LEFT_OUT = ("parallel.auto_layout",)

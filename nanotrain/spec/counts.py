@@ -99,6 +99,7 @@ def _active_weights(operators: Iterable[Operator]) -> int:
 
 
 def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
+    """The parameters of a model, without padding of the vocabulary."""
     return declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
 
 

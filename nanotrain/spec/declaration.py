@@ -186,5 +186,5 @@ class LayerKind:
     # queries attend to keys: the layer has a mask, a window and a cache of keys and values
     has_keys: bool = False
     # for QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the
-    # parameter's name; heads are those that scale alike: "query", "key", "both" or "none"
+    # parameter's name; heads that scale alike are "query", "key", "both" or "none"
     clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None

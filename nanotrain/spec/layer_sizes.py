@@ -17,7 +17,7 @@ INT32 = 4
 INT64 = 8
 # tokens of a channel that share a scale (None: all), and its bytes
 SCALES = {"rowwise": (None, FP32), "blockwise": (128, FP32), "mxfp8": (32, FP8)}
-# those whose scales need no amax of the tensor that is cast
+# recipes whose scales need no amax of the tensor that is cast
 SWIGLU_RECIPES = ("delayed", "blockwise", "mxfp8")
 
 

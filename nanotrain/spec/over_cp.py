@@ -49,7 +49,7 @@ def scan_sent(
         sizes: heads of the scan.
         transition: elements of the map of a state per head: 1, or the squared channels of a key.
         num_decays: decays of a token per head.
-        output_itemsize: bytes per element of the output; None for those of the inputs.
+        output_itemsize: bytes per element of the output; None: as many as of the inputs.
     """
     if s.cp == 1:
         return ()

@@ -80,16 +80,16 @@ class ModelShape:
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights of matrices between layers
     embedding_std: float  # of the embeddings and the head
-    width_multiplier: float = 1.0  # with muP: its width over that of the narrow model
+    width_multiplier: float = 1.0  # with muP: its width divided by the width of the narrow model
     # earlier keys that a query attends to, in some layers; None for all
     window_size: int | None = None
     # positions of a chunk, to which they attend in place of a window
     attention_chunk_size: int | None = None
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
-    # query heads of these layers, and their key/value heads; None for those of the others
+    # query heads of these layers, and their key/value heads; None: as in other layers
     window_num_attention_heads: int | None = None
     window_query_groups: int | None = None
-    # widths of their query or key heads, and of their value heads; 0 for those of the others
+    # widths of their query or key heads, and of their value heads; 0: as in other layers
     window_head_dim: int = 0
     window_value_head_dim: int = 0
     sinks_in_windows_only: bool = False  # they alone have sinks
@@ -99,7 +99,7 @@ class ModelShape:
     use_double_wide_mlp: bool = False
     value_l2_norm: bool = False  # an RMSNorm without weights per value head
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
-    # kind of attention of each layer, or of what is in its place; spec/kinds
+    # kind of token mixer of each layer (spec/kinds)
     mixers: tuple[str | None, ...] = ()
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
     # the earlier layer whose keys and values each layer reads; None: its own, or none

@@ -80,7 +80,7 @@ class Topology:
 
     def coords(self, rank: int) -> dict[str, int]:
         """A rank's coordinate on every axis."""
-        # without experts the stage is that of the dense grid
+        # without experts the dense grid has the stage
         return self.expert.coords(rank) | self.dense.coords(rank)
 
     def coords_text(self, rank: int) -> str:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine.
 # If a silent rank exited first, torchrun would end local rank 0 before it prints. When rank 0 has
-# exited, torchrun ends those that wait. 4 s were too short where two worlds shared two cores.
+# exited, torchrun ends the ranks that wait. 4 s were too short where two worlds shared two cores.
 WAIT_FOR_FIRST_RANK_S = 10.0
 
 log = get_logger("nanotrain.train")

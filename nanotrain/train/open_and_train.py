@@ -78,7 +78,7 @@ def _open_planned(
         )
         expected_dp = loaded.data_parallel_size
         if generation is not None and generation.num_left:
-            expected_dp = None  # it is that of the ranks that were started
+            expected_dp = None  # the flag counts the ranks that were started
         validate_for_world(config, world_size, expected_dp=expected_dp)
     memory = largest_memory(
         config,

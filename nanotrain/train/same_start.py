@@ -110,7 +110,7 @@ def facts_of_start(plan: Plan, inputs: RunInputs) -> dict[str, dict[str, str]]:
 
 
 def _versions(*, has_tokenizer: bool) -> Iterator[tuple[str, str]]:
-    """Python and packages that change what a run computes or sends."""
+    """Versions of Python and of packages that change the results or the messages of a run."""
     yield "python", ".".join(platform.python_version_tuple()[:2])
     for name in (*VERSIONS, *(TOKENIZER_VERSIONS if has_tokenizer else ())):
         yield name, package_version(name) or "not installed"

@@ -70,7 +70,7 @@ def score_task(
         stages,
         pipeline=replace(pipeline, hidden_shape=plan.hidden_shape_of(length)),
     )
-    # losses and greedy tokens by row, then those of padding
+    # losses and greedy tokens by row, then by row of padding
     sums = torch.zeros(2, len(task.rows) + 1, dtype=torch.float64, device=context.device)
     try:
         with _summing_rows(stages, sums), GlobalBatchLoader(dataset, sampler=sampler) as batches:

@@ -78,7 +78,7 @@ class RankView:
 
     @property
     def position(self) -> str:
-        """Step, phase and action of the rank, and what it waited for."""
+        """Step, phase and action of the rank, and the operation that it waited for."""
         beat = self.beat
         if beat is None:
             return "its place is unknown"

@@ -40,7 +40,7 @@ def end_lengths(c: Settings) -> list[int]:
 
 
 def num_counted_layers(c: Settings) -> int:
-    """Layers that are split evenly over stages, with what embedding and head count as."""
+    """Layers that are split evenly over stages, and layers that embedding and head count as."""
     counted = c.model.num_layers
     if c.pp > 1:
         counted += sum(c.config.parallel.counted_ends)

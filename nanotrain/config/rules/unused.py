@@ -33,7 +33,7 @@ from nanotrain.config.schema import (
 )
 from nanotrain.errors import ConfigError, ErrorCollector
 
-# after the sections that a model does not have; a function reads what those before it have reset
+# after the sections that a model does not have; a function reads fields that earlier ones reset
 UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
     unused_model.unused_positions,
     unused_model.unused_query_scale,

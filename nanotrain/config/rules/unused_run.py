@@ -191,7 +191,7 @@ def unused_tokenizer(c: Settings) -> UnusedFields:
 
 
 def uses_object_storage(c: Settings) -> bool:
-    """Whether the run, or what it starts from, is in object storage."""
+    """Whether the run, or the folder that it starts from, is in object storage."""
     checkpoint = c.checkpoint
     paths = (
         c.train.run_dir,

@@ -134,7 +134,7 @@ def count_heads(modules: Modules) -> int | None:
 def require_given(
     given: Mapping[str, Any], modules: Modules, *, num_layers: int, num_heads: int | None
 ) -> None:
-    """Check that the user sets what no shape shows.
+    """Check that the user gives the settings that no shape shows.
 
     Raises:
         CheckpointError: with all flags that are missing.

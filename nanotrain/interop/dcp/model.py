@@ -38,7 +38,7 @@ from nanotrain.spec.boxes import Box
 # of the norms of compressed queries, keys and values, which its DeepSeek-V3 cannot set
 EPSILON_OF_TRANSFORMERS = 1e-6
 UNTIED = "model.untie_embeddings_and_output_weights"
-GUESSED_FAMILY = "deepseek_v3"  # its names contain those of Llama and Qwen3
+GUESSED_FAMILY = "deepseek_v3"  # its names include the names of Llama and Qwen3
 # settings of the model that no shape shows
 UNSEEN = ("rotary_base", "use_rope_scaling", "norm_epsilon", "max_position_embeddings")
 UNSEEN_OF_EXPERTS = ("moe.router_topk_scaling_factor", "moe.router_num_groups")
@@ -130,7 +130,7 @@ def model_keys(keys: Collection[str]) -> frozenset[str]:
 
 
 def load_with_guesses(run: StoredRun, line: CommandLine, *, notes: list[str]) -> Loaded:
-    """The settings of the user, completed by what the shapes of the tensors show."""
+    """The settings of the user, completed by settings that follow from shapes of tensors."""
     given = given_values(line)
     guessed = []
     for key, value in guess_values(run, given).items():

@@ -252,7 +252,7 @@ def samples_of(
             "consumed samples: not stored, so data begin with the first sample; "
             "--global-batch-size of the run counts them"
         ]
-    # every rank counts its own tokens, and the checkpoint has those of one
+    # every rank counts its own tokens; the checkpoint has the number of one rank
     ranks = number_of(run.value("dataloader.world_size") or 1, "world_size of dataloader")
     samples = number_of(tokens, "ntokens_seen") * ranks // seq_length
     return samples, [

@@ -71,7 +71,7 @@ def export_weights(
         model_config: configuration of the model, its vocabulary size set.
         tensors: (parameter name, full tensor with padding) in any order, every parameter once. A
             lazy stream is read one by one, so at most about one file is in memory.
-        dtype: dtype of the written weights, "fp32", "bf16" or "fp16"; "auto" for that of each
+        dtype: dtype of the written weights, "fp32", "bf16" or "fp16"; "auto" for the one of each
             tensor in the origin, and for others that of most tensors there. One line says which
             tensors change.
         family: a key of FAMILIES; None selects the family of the model's origin, else the first

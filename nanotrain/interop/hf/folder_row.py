@@ -34,7 +34,7 @@ ROW_FILE = "nanotrain_family.yaml"
 MAX_ROW_BYTES = 1 << 16  # the longest row of families.yaml has 6 kB
 MAX_ITEMS = 256
 MAX_GROUPS = 1024  # parts that the rows of a tensor are stored in
-# fields of a tensor with few values; those of `groups` are attributes of `ModelShape`
+# fields of a tensor with few values; values of `groups` are attributes of `ModelShape`
 VALUES = {"groups": ("num_heads", "query_groups"), "unsqueezed": ([0], [1])}
 FLAGS = ("transposed", "is_full", "has_neighbour_pairs", "has_swapped_halves")
 _LAYER = re.compile(r"[\w.]{0,80}\{layer\}[\w.]{0,80}")

@@ -18,7 +18,7 @@ from nanotrain.untrusted import shown, whole_number
 
 Values = dict[str, Any]
 Raw = dict[str, Any]  # a parsed config.json
-# largest numbers of what is listed one by one
+# largest numbers of items that are listed one by one
 COUNTED = {
     "num_layers": 1000,
     "moe.num_experts": 4096,
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The config.json of a family; writing and reading back shows what it cannot represent."""
+    """The config.json of a family; writing and reading back shows settings that it lacks."""
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
     # values of transformers for entries that config.json leaves out

@@ -54,7 +54,7 @@ class HFName:
 class Naming:
     """The tensor names of a family."""
 
-    # names of embedding, final norm and head; those of the ends of streams are `HFName`s
+    # names of embedding, final norm and head; names of the ends of streams are `HFName`s
     ends: Mapping[str, Any]
     other_ends: Mapping[str, Any] = field(default_factory=dict)  # read and never written
     layer: str  # prefix of the tensors of a layer, with {layer}

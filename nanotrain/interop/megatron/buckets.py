@@ -88,7 +88,7 @@ class Layout:
     etp: int
     num_chunks: int  # model chunks of a rank
     layers_per_chunk: int
-    has_local_layers: bool  # the order of parameters is that of the local modules
+    has_local_layers: bool  # parameters are in the order of the local modules
     has_grouped_experts: bool  # the experts of a rank are one module
 
     @classmethod

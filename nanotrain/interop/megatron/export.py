@@ -62,7 +62,7 @@ class StackIndex(NamedTuple):
 
 
 def check_model(model_config: ModelConfig) -> None:
-    """Check that Megatron-LM can represent every weight and what the model computes.
+    """Check that Megatron-LM has every weight and every computation of the model.
 
     Raises:
         CheckpointError: everything that it cannot represent, in one message.

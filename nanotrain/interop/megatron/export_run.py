@@ -169,7 +169,7 @@ def export_megatron(
     optim: bool = True,
     options: StateOptions | None = None,
 ) -> str:
-    """Write a checkpoint for Megatron-LM; returns lines that say what it has.
+    """Write a checkpoint for Megatron-LM; returns lines on its content.
 
     Args:
         path: step folder, or run folder for its newest.

@@ -221,8 +221,8 @@ class LegacyFolder:
 
         Args:
             shards: per tensor-parallel rank, tensors by name and by the beginning of their key.
-            offset: layers before those of the chunk.
-            expert_rank: rank of its experts; other weights are those of rank 0.
+            offset: number of layers before the chunk.
+            expert_rank: rank of its experts; other weights are read from rank 0.
         """
         num_layers = 0
         num_local = count_experts(shards[0])

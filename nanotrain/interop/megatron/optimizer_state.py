@@ -170,7 +170,7 @@ def read_counters(folder: TensorFolder, common: CommonState) -> Counters:
             whole_number(scheduler["num_steps"], "num_steps of opt_param_scheduler")
         if len(steps) > 1:
             raise ValueError(f"parameters have different numbers of updates: {sorted(steps)}")
-        # that of a constant scale is empty
+        # a constant scale has an empty state
         scale = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
         return Counters(
             num_updates=steps.pop() if steps else common.step,

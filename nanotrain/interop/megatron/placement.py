@@ -82,7 +82,7 @@ class Placement:
         self.prefix = find_prefix(folder)
         self.locations: dict[str, tuple[Location, ...]] = {}
         self._missing: list[str] = []
-        self._found_keys: set[str] = set()  # keys that were found, also those beside the first
+        self._found_keys: set[str] = set()  # keys that were found, also second ones
         for module, part in end_modules(self.shape).items():
             self._add_module([module], [part], prefixes=[Prefix("")])
         for block in blocks(self.shape):

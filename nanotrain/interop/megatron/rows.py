@@ -32,7 +32,7 @@ class Rows:
 
     first: int  # row in Megatron-LM of the tensor's first row
     per_group: int  # rows of the tensor in a group, one after another
-    stride: int  # rows of a group in Megatron-LM, with those of other nanotrain tensors
+    stride: int  # rows of a group in Megatron-LM, of all its nanotrain tensors
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
         """Runs of the rows start <= row < stop of nanotrain.

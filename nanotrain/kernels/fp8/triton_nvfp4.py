@@ -25,7 +25,7 @@ try:
 except ImportError:
     triton = None
 
-ROWS = 128  # rows of a program: those of a tile of scales
+ROWS = 128  # rows of a program: as many as a tile of scales has
 WIDTH = 64  # elements of a row of a program: 4 scales
 ROW_UNIT, K_UNIT = 16, 32  # torch's product takes multiples
 TILE_BYTES = 512

@@ -356,7 +356,7 @@ def grouped_mm(
 
 @torch.library.custom_op("nanotrain::nvfp4_grouped_mm", mutates_args=())
 def nvfp4_grouped_mm(operands: Sequence[Tensor], *, sums: bool, dtype: torch.dtype) -> Tensor:
-    """`grouped_mm` of the tensors of both matrices, and `offs`."""
+    """The product of `grouped_mm`; operands are the tensors of a, the tensors of b, and offs."""
     out = _empty_product(operands, sums=sums, dtype=dtype)
     _launch(operands, out, adds=False)
     return out
@@ -364,6 +364,7 @@ def nvfp4_grouped_mm(operands: Sequence[Tensor], *, sums: bool, dtype: torch.dty
 
 @nvfp4_grouped_mm.register_fake
 def _empty_product(operands: Sequence[Tensor], *, sums: bool, dtype: torch.dtype) -> Tensor:
+    """The uninitialized result of `nvfp4_grouped_mm`."""
     a, _, _, b, _, _, offs = operands
     experts = len(offs)
     shape = (experts, len(a), len(b)) if sums else (len(a), len(b) // experts)
@@ -372,7 +373,7 @@ def _empty_product(operands: Sequence[Tensor], *, sums: bool, dtype: torch.dtype
 
 @torch.library.custom_op("nanotrain::nvfp4_write_grouped_mm", mutates_args=("out",))
 def write_grouped_mm(operands: Sequence[Tensor], out: Tensor, *, adds: bool) -> None:
-    """Write the gradients [E, M, N] of both matrices' tensors and `offs` to `out`, or add them."""
+    """Write the product [E, M, N] of `nvfp4_grouped_mm` with `sums` to `out`, or add it."""
     _launch(operands, out, adds=adds)
 
 

@@ -232,7 +232,7 @@ class BufferLayout:
 
     @property
     def open_numel(self) -> int:
-        """Elements of the two successive buckets that are the largest."""
+        """The most elements of gradients that are open at a time: of two successive buckets."""
         neighbors = [first.numel + second.numel for first, second in pairwise(self.buckets)]
         return max(neighbors, default=self.numel)
 

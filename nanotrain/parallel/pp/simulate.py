@@ -40,7 +40,7 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
-    complete: float  # when its result can be sent: at the end, or at that of its pair
+    complete: float  # when its result can be sent: at its end, or at the end of its pair
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LayerFunctions:
     # (tokens, weight, first): rows of a shard of the vocabulary that begins at token `first`
     look_up: Callable[..., Tensor]
     options: Any = None  # what other modules read that are replaced with them
-    # those of layers with replicated weights; None: the same
+    # functions of layers with replicated weights; None: the same
     replicated: "LayerFunctions | None" = None
 
 
@@ -55,7 +55,7 @@ class TensorParallel:
     overlap: str = ""
     # the same of products in fp8, whose forward alone overlaps
     fp8_overlap: str = ""
-    functions: LayerFunctions | None = None  # None: those of layers.py
+    functions: LayerFunctions | None = None  # None: the functions of layers.py
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":

@@ -24,7 +24,7 @@ from nanotrain.spec.operators import (
 from nanotrain.spec.params import Normal, ParamSpec
 from nanotrain.spec.shape import ModelShape
 
-NUM_WIDE_NORMS = 2  # over the heads of queries, and over those of keys
+NUM_WIDE_NORMS = 2  # one over all query heads, one over all key heads
 
 
 def attention(declare: Declaration) -> Specs:

@@ -146,7 +146,7 @@ def _attention(s: LayerSizes, core: Attention) -> Attention:
     keys_and_values = 3 * all_tokens * width
     gathers = gathers_blocks(s.shape, s.seq_length * s.cp)
     elements = _gathered_elements(s, core) if gathers else 4 * _num_block_scores(s)
-    sizes = vars(core)  # those of the heads are the same
+    sizes = vars(core)  # sizes of the heads are the same
     own = {
         "window": dsa.topk,
         "saves": _saved_by_attention(s, core),

@@ -31,7 +31,7 @@ def short_convolutions(
         widths: local channels by the name of the convolution.
         kernel_size: tokens that a convolution sees.
         num_saved: tensors that each convolution keeps.
-        num_projected: channels that a scan reads besides those of convolutions; None without one.
+        num_projected: channels that a scan reads without a convolution; None without a scan.
     """
     channels = sum(widths.values())
     modules = scan_modules(s)

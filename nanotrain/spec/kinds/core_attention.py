@@ -107,7 +107,7 @@ def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     key = s.tokens * widths.key * s.itemsize
     value = s.tokens * widths.value * s.itemsize
     output = s.tokens * heads * (_output_dim(s) * s.itemsize + FP32)
-    # all-to-all keeps copies of all three, and an all-gather those of keys and values
+    # all-to-all keeps copies of all three, and an all-gather copies of keys and values
     projected = (*core, "mla_up_proj")
     rotated = query_key_modules(s.shape)
     query_dropped_by = core if s.all_to_all_ranks > 1 else (*projected, *rotated)

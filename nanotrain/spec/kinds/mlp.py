@@ -30,7 +30,7 @@ from nanotrain.spec.shape import ModelShape
 ACTIVATION_WEIGHTS = {
     "xielu": {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 }
-NUM_SUMS = 5  # fp64 statistics of a router besides those of each expert
+NUM_SUMS = 5  # fp64 statistics of a router that are not per expert
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
 
 
@@ -227,7 +227,7 @@ def _mlp_temporaries(s: LayerSizes, *, inner_bytes: int) -> int:
     hidden = s.tokens * s.width
     if s.device == "cpu":
         return 3 * (inner_bytes + hidden) + _fp8_temporaries(s)
-    # Gradients of gate and up; with a saved activation also that of the product, which is freed.
+    # Gradients of gate and up; with a saved activation also one of the product, which is freed.
     num_inner = 1
     if s.shape.is_gated:
         num_inner = 3 if num_inner_tensors(s.shape) > 3 else 2

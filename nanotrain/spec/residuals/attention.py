@@ -13,7 +13,7 @@ from nanotrain.spec.operators import Norm, Operator, Operators, Residual, Saved
 from nanotrain.spec.residuals.plain import declare_plain
 from nanotrain.spec.residuals.residual import Sublayer, normalized_operators
 
-# operators of the weights of a sublayer and of those of the head, in a forward and in a backward;
+# operators of a sublayer's weights and of the head's weights, in a forward and in a backward;
 # counted by a dispatch mode
 LAUNCHES = (10, 17)
 END_LAUNCHES = (9, 16)

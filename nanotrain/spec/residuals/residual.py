@@ -33,7 +33,7 @@ class ResidualKind:
     operators: Callable[[LayerSizes, Sequence[Sublayer]], Operators]
     # residual streams, all of which stages send
     num_streams: Callable[[ModelShape], int] = lambda shape: 1
-    # parameters and operators of what is between the last layer and the final norm
+    # parameters and operators between the last layer and the final norm
     declare_end: Callable[[Declaration], Specs] = lambda declare: ()
     end_operators: Callable[[LayerSizes], Operators] = lambda s: []
 

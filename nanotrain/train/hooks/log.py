@@ -31,7 +31,7 @@ LOG_WIDTH = 140  # columns of a step line where there is no terminal
 SEPARATOR = " | "  # between the columns of a step line
 # the wait for the slowest rank is shown from this share of the step time on: less is noise
 NOTABLE_LAG = 0.1
-# the phases of a step; then those of the heartbeat in which no step runs
+# the phases of a step, then phases in which no step runs
 PHASES = (
     "data",
     "forward-backward",
@@ -180,7 +180,7 @@ def describe(
         seconds_per_step: time per step with validations and checkpoints, for the remaining time;
             None: the mean of `reports`.
         width: columns; the least important parts do not fit into fewer.
-        on_cpu: whether the memory is that of the whole process, not of tensors only.
+        on_cpu: whether the whole process counts as its memory, not tensors only.
     """
     last = reports[-1]
     seconds = sum(report.step_time_s for report in reports)
@@ -239,7 +239,7 @@ class _Column(NamedTuple):
 
 
 class StepLine:
-    """The columns of a step line; narrow lines leave out those of the highest priority number.
+    """The columns of a step line; narrow lines leave out columns of high priority numbers first.
 
     Whether a column is there depends on the settings of the run alone, and its length on no number,
     so that all lines of a run are aligned.

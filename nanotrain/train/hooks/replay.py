@@ -266,7 +266,7 @@ class _Observer:
             if isinstance(dp, DataParallel):
                 self._buckets += dp.buckets
         self.rows = ["the loss"]
-        # in the order of the layout, which is that of every rank
+        # in the order of the layout, which all ranks have in common
         self._names = [_names_of(bucket) for bucket in self._buckets]
         for number, names in enumerate(self._names):
             self.rows += [f"{name} (bucket {number})" for name in names]
@@ -405,7 +405,7 @@ def _on_host(batch: Batch) -> Batch:
 
 
 def _exchange(payload: bytes, group: Group, *, to: int, source: int, device: torch.device) -> bytes:
-    """Send bytes to one rank of a group, and receive those of another."""
+    """Send bytes to one rank of a group, and receive bytes from another."""
     sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     sizes = _exchange_tensor(torch.tensor([len(sent)], device=device), group, to=to, source=source)
     received = torch.empty(int(sizes), dtype=torch.uint8, device=device)

@@ -45,7 +45,7 @@ class TimersHook(Hook):
         if level > max(1, self._run.config.train.timing_log_level):
             return
         device = self._run.context.device
-        # The phase of the hooks ends in the next step: its range would overlap that of the step.
+        # The phase of the hooks ends in the next step: its range would overlap the step's.
         opened = ExitStack() if name == "hooks" else trace_range(name, device)
         opened.callback(self._stop, name, Stopwatch(device))
         self._open.append(opened)

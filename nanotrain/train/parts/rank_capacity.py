@@ -20,7 +20,7 @@ from nanotrain.train.parts.router_balance import router_names
 
 log = get_logger(__name__)
 
-# the numbers after those of the layers, by index
+# indices of the numbers that follow the layers' numbers
 NUM_PAIRS, IS_EXACT = -2, -1
 
 

@@ -66,7 +66,7 @@ class RepeatedStep(StepPart):
         yield
 
     def repeated(self, metrics: Mapping[str, Any], *, local_fault: int) -> None:
-        """Log what the repetition shows; collective."""
+        """Log whether the loss is finite in the repetition; collective."""
         self._is_repetition = False
         ranks = ranks_at_fault(local_fault, self._all_ranks)
         where = f" on {ranks}" if ranks else ""

@@ -136,7 +136,7 @@ def record(run: Run, held: HeldRun) -> None:
 
 
 def require_room(run: Run, config: Config, *, world_size: int) -> None:
-    """Check that every rank has memory for what it holds and for the run that follows; collective.
+    """Check that every rank has memory for its state and for the run that follows; collective.
 
     Raises:
         ConfigError: one has not; on every rank.

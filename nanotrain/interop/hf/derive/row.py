@@ -17,7 +17,7 @@ from nanotrain.interop.hf.derive.source import block_order
 from nanotrain.interop.hf.derive.tensors import last_part
 from nanotrain.untrusted import shown
 
-# activation of the code -> that of nanotrain, of an MLP with a gate and without
+# activation in the code -> activation in nanotrain, for an MLP with a gate and without
 GATED = {
     "silu": "swiglu",
     "swish": "swiglu",

@@ -91,7 +91,7 @@ def read_table(shapes: Mapping[str, Shape], *, num_layers: int | None) -> Tensor
     return TensorTable(f"{prefix}.{{layer}}", ends, layers, num_later_layers=len(later))
 
 
-# parts of attention whose modules have the names of those of attention itself
+# parts of attention whose modules have the same names as modules of attention
 IN_ATTENTION = ("attention.indexer", "attention.compressor")
 
 
