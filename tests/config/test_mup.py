@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from nanotrain.config.layer_kinds import MLAConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.mup import logits_divisor, score_scale, width_multiplier, without_mup
 
@@ -16,6 +17,11 @@ def test_factors_are_those_of_megatron_lm() -> None:
     assert score_scale(replace(MUP, softmax_scale=0.5)) == 0.5
     assert logits_divisor(replace(MUP, mup_output_mult=0.5)) == 2
     assert replace(MUP, mup_embedding_mult=3.0).embedding_scale == 3
+
+
+def test_scores_of_latent_attention_keep_their_factor() -> None:
+    """As there, where it is 1 / sqrt(channels of a query) times a factor of the rotary scaling."""
+    assert score_scale(replace(MUP, mla=MLAConfig(kv_lora_rank=16))) is None
 
 
 def test_without_it_factors_are_those_of_any_model() -> None:

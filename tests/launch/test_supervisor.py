@@ -111,6 +111,32 @@ def test_a_rank_that_dies_again_after_a_new_step_is_started_again() -> None:
     assert ranks.started == [0, 1, 2, 2, 2] and members_of(ranks) == (0, 1, 2)
 
 
+def test_a_new_step_before_the_last_death_does_not_count() -> None:
+    ranks = leaving(r0=[0], r1=[0], r2=[-9, -9])
+    ranks.store.note_new_step(0)
+    assert ranks.run() == {}
+    assert ranks.started == [0, 1, 2, 2] and members_of(ranks) == (0, 1)
+
+
+def test_a_rank_that_leaves_is_one_of_the_restarts() -> None:
+    ranks = leaving(r0=[None], r1=[-9, -9], r2=[-9])
+    start = ranks.start
+
+    class FollowsOthers(StandIn):
+        def poll(self) -> int | None:
+            if self.polls == 1:
+                ranks.store.join(ranks.store.current(), 2)
+            return super().poll()
+
+    def start_follower(rank: int) -> StandIn:
+        started = start(rank)
+        return FollowsOthers(started.code, polls=30) if rank == 2 else started
+
+    ranks.start = start_follower  # type: ignore[method-assign]
+    assert ranks.run(max_restarts=2) == {2: -9}
+    assert members_of(ranks) == (0, 2)
+
+
 @pytest.mark.parametrize("code", [-9, 2])
 def test_a_rank_that_does_not_start_again_leaves(code: int) -> None:
     ranks = leaving(r0=[0], r1=[0], r2=[-9, code])
@@ -151,7 +177,16 @@ def test_a_rank_that_has_left_ends_as_it_likes() -> None:
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_rank_that_ends_with_a_code_ends_the_others(code: int) -> None:
     ranks = Ranks(r0=[None], r1=[code])
+    started = {}
+    start = ranks.start
+
+    def remember(rank: int) -> StandIn:
+        started[rank] = start(rank)
+        return started[rank]
+
+    ranks.start = remember  # type: ignore[method-assign]
     assert ranks.run() == {1: code}
+    assert started[0].signals == [signal.SIGTERM], "it may save first"
     assert ranks.started == [0, 1]
     final = ranks.store.final_error()
     assert final is not None and f"rank 1: it ended with exit code {code}" in final.text

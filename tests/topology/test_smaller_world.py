@@ -22,6 +22,7 @@ def config_of(flags: str) -> Config:
         ("--inprocess-min-ranks 1", 7, 7),
         ("--inprocess-min-ranks 1 --tensor-model-parallel-size 2", 7, 6),
         ("--inprocess-min-ranks 5 --tensor-model-parallel-size 4", 7, 0),
+        ("--inprocess-min-ranks 4 --tensor-model-parallel-size 4", 7, 4),
         ("--inprocess-min-ranks 1 --global-batch-size 4 --micro-batch-size 2", 7, 2),
         ("--inprocess-min-ranks 1 --replay-interval 10", 1, 0),
         ("--inprocess-min-ranks 1 --num-experts 8 --expert-model-parallel-size 4", 7, 4),

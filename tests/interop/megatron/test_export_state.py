@@ -62,6 +62,7 @@ def test_counters_are_where_each_optimizer_reads_them() -> None:
     assert (scheduler["num_steps"], scheduler["lr_warmup_steps"]) == (24, 48)
     assert (scheduler["lr_decay_steps"], scheduler["wd_incr_steps"]) == (80, 800)
     assert isinstance(state["args"], Namespace) and state["args"].consumed_train_samples == 24
+    assert state["args"].iteration == 3, "a step that was skipped counts"
 
 
 def test_the_adam_of_torch_has_updates_in_its_state() -> None:

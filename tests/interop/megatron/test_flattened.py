@@ -27,6 +27,11 @@ def flattened(values: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     return values.permute(order).flatten(dims)
 
 
+def test_shards_that_do_not_divide_a_weight_are_another_form() -> None:
+    assert is_flattened((2, 1, 16), (8, 4))
+    assert not is_flattened((2, 1, 12), (7, 4))
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 1), (2, 3, 1), (1, 2, 4)])
 def test_any_box(tmp_path: Path, counts: tuple[int, ...]) -> None:
     values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))

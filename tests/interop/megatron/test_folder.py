@@ -49,6 +49,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         find_step_folder(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="has the format zarr"):
         require_torch_dist(write_step(tmp_path / "zarr", "zarr"))
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "common.pt").touch()
+    assert find_step_folder(tmp_path / "killed") == tmp_path / "killed"
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
     assert find_step_folder(tmp_path / "old") == tmp_path / "old"
 

@@ -39,7 +39,14 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     for step, loss in ((1, 3.0), (2, 2.5)):
         hook.after_read(
             run,
-            report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}),
+            report_of(
+                step,
+                loss=loss,
+                metrics={
+                    "moe": {"max_load": 1.5, "load": {"0": [1, 2]}},
+                    "source_losses": {"web-text.v2": 2.0},
+                },
+            ),
         )
     page = urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=HANG_S).read().decode()
     hook.close(failed=False)
@@ -50,6 +57,7 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     assert (
         'nanotrain_step{run="llama"} 2.0' in page and "moe_load" not in page and "mfu" not in page
     )
+    assert 'nanotrain_loss_web_text_v2{run="llama"} 2.0' in page, "Prometheus has no dashes"
     assert server.socket.fileno() == -1, "closed"
 
 
