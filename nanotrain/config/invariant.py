@@ -12,6 +12,7 @@ layout. Ranks own whole blocks.
 from collections.abc import Iterable
 
 from nanotrain.config.config import Config
+from nanotrain.config.layer_kinds import LinearAttentionConfig
 
 # More blocks allow more ranks; fewer and larger products are faster.
 MAX_WEIGHT_BLOCKS = 8
@@ -41,6 +42,15 @@ def sharded_sizes(config: Config) -> dict[str, int]:
         "ffn_hidden_size": model.ffn_size,
         "vocab_size with padding": model.padded_vocab_size,
     }
+    if "mamba2" in model.mixers:
+        sizes["mamba_num_heads"] = model.mamba_heads
+        sizes["mamba_num_groups times mamba_state_dim"] = (
+            model.mamba.num_groups * model.mamba.state_dim
+        )
+    if "gated_delta_net" in model.mixers:
+        linear = model.linear_attention or LinearAttentionConfig()
+        sizes["linear_num_key_heads"] = linear.num_key_heads
+        sizes["linear_num_value_heads"] = linear.num_value_heads
     if model.moe is not None and model.moe.shared_expert_intermediate_size:
         name = "moe_shared_expert_intermediate_size"
         sizes[name] = model.moe.shared_expert_intermediate_size

@@ -4,9 +4,8 @@
 IMPLEMENTATIONS by the type of the module. A module with parameters and without a row is an error.
 
     linear layers, embedding, loss    parallel/tp/invariant.py, invariant_loss.py
-    norms                             by rows; gradients of weights are exact sums over tokens
-    activations                       in whole vectors: the kernels compute the last elements of a
-                                      tensor by another formula
+    norms, activations                invariant_elements.py
+    Mamba-2, gated DeltaNet           invariant_scan.py
     attention                         parallel/cp/block_attention.py, by `invariant_parallel`
     the shared key of MLA             invariant_mla.py
     routers and experts               invariant_experts.py
@@ -18,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
@@ -31,18 +29,26 @@ from nanotrain.config.invariant import (
 )
 from nanotrain.config.schedules import batch_schedule, global_batch_size
 from nanotrain.data.batch import Batch
-from nanotrain.kernels.exact_sums import VECTOR_ELEMENTS, token_sum
 from nanotrain.model.context import ModelParallel
+from nanotrain.model.delta_net import GatedDeltaNet
 from nanotrain.model.ends import Embedding, Head
+from nanotrain.model.invariant_elements import (
+    InWholeVectors,
+    invariant_layer_norm,
+    invariant_rms_norm,
+)
 from nanotrain.model.invariant_experts import (
     use_blocked_logits,
     use_token_blocks,
 )
 from nanotrain.model.invariant_mla import use_ordered_heads
+from nanotrain.model.invariant_scan import use_exact_taps, use_grouped_rule, use_grouped_scan
+from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import MLP
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import LayerNorm, RMSNorm
+from nanotrain.model.recurrence import ShortConvolution
 from nanotrain.model.router import Router
 from nanotrain.parallel.cp.block_attention import BlockAttention
 from nanotrain.parallel.ep.experts import Experts, GroupedLinear
@@ -55,73 +61,6 @@ from nanotrain.parallel.tp.layers import (
     VocabParallelEmbedding,
 )
 from nanotrain.parallel.tp.loss import Targets
-from nanotrain.precision.dtypes import as_fp32
-
-
-class _PerToken(torch.autograd.Function):
-    """A weight [H] for every token, whose gradient is an exact sum over tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: torch.Size, num_addends: int) -> Tensor:
-        """[H] -> [..., H]."""
-        ctx.num_addends = num_addends
-        return weight.expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """[..., H] -> [H] fp64."""
-        return token_sum(grads[0], num_addends=ctx.num_addends), None, None
-
-
-def per_token(weight: Tensor, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """[H] -> the shape of x, [B, S, H] or [B, S, heads, H]."""
-    num_addends = blocks.num_tokens * (blocks.num_heads if x.ndim > 3 else 1)
-    out: Tensor = _PerToken.apply(weight, x.shape, num_addends)
-    return out
-
-
-def invariant_rms_norm(norm: RMSNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """`RMSNorm.forward` [..., H] -> [..., H], with an exact sum for the gradient of the weight."""
-    x32 = as_fp32(x).contiguous()
-    normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
-    return scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks).to(x.dtype)
-
-
-def invariant_layer_norm(norm: LayerNorm, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """`LayerNorm.forward` [..., H] -> [..., H], with exact sums for gradients of parameters."""
-    x32 = as_fp32(x).contiguous()
-    normalized = F.layer_norm(x32, x.shape[-1:], eps=norm.eps)
-    out = scaled(normalized, norm.weight, is_offset=norm.is_offset, blocks=blocks)
-    if norm.bias is not None:
-        out = out + per_token(norm.bias, x, blocks=blocks)
-    return out.to(x.dtype)
-
-
-def scaled(
-    normalized: Tensor, weight: Tensor | None, *, is_offset: bool, blocks: UnitBlocks
-) -> Tensor:
-    """Normalized rows times the weight, or 1 + weight."""
-    if weight is None:
-        return normalized
-    factors = per_token(weight, normalized, blocks=blocks)
-    return normalized * (factors + 1 if is_offset else factors)
-
-
-@dataclass(frozen=True)
-class InWholeVectors:
-    """An elementwise function of tensors of one shape, computed on whole vectors."""
-
-    function: Callable[..., Tensor]
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """[...] each -> [...]."""
-        shape = inputs[0].shape
-        padding = -shape.numel() % VECTOR_ELEMENTS
-        flat = []
-        for x in inputs:
-            elements = x.reshape(-1)
-            flat.append(F.pad(elements, (0, padding)) if padding else elements)
-        return self.function(*flat)[: shape.numel()].view(shape)
 
 
 @dataclass(frozen=True)
@@ -228,6 +167,9 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     Experts: _as_built,  # replaced with its layer
     GroupedLinear: _as_built,
     MultiLatentAttention: use_ordered_heads,
+    ShortConvolution: use_exact_taps,
+    Mamba2: use_grouped_scan,
+    GatedDeltaNet: use_grouped_rule,
 }
 
 
@@ -237,11 +179,14 @@ def unit_blocks(config: Config, *, dp: int) -> UnitBlocks:
     sizes = schedule.sizes if schedule else [global_batch_size(config.train, dp)]
     # multi-token prediction looks tokens up and predicts them again
     num_losses = 1 + (config.model.mtp.num_layers or 0)
+    num_heads = config.model.num_attention_heads
+    if config.model.linear_attention is not None:
+        num_heads = max(num_heads, config.model.linear_attention.num_value_heads)
     return UnitBlocks(
         num_weight_blocks(config),
         config.data.seq_length // num_position_blocks(config),
         num_tokens=max(sizes) * config.data.seq_length * num_losses,
-        num_heads=config.model.num_attention_heads,
+        num_heads=num_heads,
         tokens_per_block=config.data.seq_length // num_token_blocks(config),
         num_expert_blocks=num_expert_blocks(config),
     )

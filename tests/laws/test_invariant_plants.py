@@ -1,4 +1,4 @@
-"""Nineteen planted sums whose order or shape follows the layout: each changes bits, and is found."""
+"""Twenty-one planted sums whose order or shape follows the layout: each changes bits, and is found."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model import invariant as modules
+from nanotrain.model import invariant_elements as elements
 from nanotrain.model import invariant_experts as experts
 from nanotrain.model import invariant_mla as mla
+from nanotrain.model import invariant_scan as scan
 from nanotrain.optim import invariant as optim
 from nanotrain.optim.rule import ParamRange
 from nanotrain.parallel.cp import block_attention
@@ -80,7 +81,7 @@ def sum_in_fp32(values: Tensor, grid: float) -> Tensor:
     return values.float()
 
 
-def as_it_is(whole: modules.InWholeVectors, *inputs: Tensor) -> Tensor:
+def as_it_is(whole: elements.InWholeVectors, *inputs: Tensor) -> Tensor:
     return whole.function(*inputs)
 
 
@@ -124,6 +125,10 @@ def sum_of_rank(parts: Any, group: Any) -> Tensor:
     return ORIGINAL_SUM([chain(parts)], group)
 
 
+def at_once(grouped: scan.GroupedScan, inputs: Any) -> Tensor:
+    return grouped.scan(inputs)
+
+
 @dataclass(frozen=True)
 class Place:
     """The layout of two ranks and the model that find a plants."""
@@ -139,6 +144,13 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 16,
     "add_bias_linear": False,
 }
+MAMBA = {
+    "hybrid_layer_pattern": "M",
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 4,
+}
 TWO_TP = {"tensor_model_parallel_size": 2}
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 ORIGINAL_SUM = layers.sum_over_blocks
@@ -148,6 +160,7 @@ CP = Place({"context_parallel_size": 2, "cp_comm_type": "allgather"})
 EP = Place({"expert_model_parallel_size": 2, **ZERO1}, EXPERTS)
 ETP = Place({**TWO_TP, "expert_tensor_parallel_size": 1}, EXPERTS)
 SHARDED = Place({**TWO_TP, "expert_tensor_parallel_size": 2}, EXPERTS)
+HYBRID = Place(TWO_TP | {"sequence_parallel": True}, MAMBA)
 HYPERBALL = Place(ZERO1, optim={"optimizer": "muon_h"})
 MLA = Place(TWO_TP | {"sequence_parallel": True}, MLA_SIZES)
 PLACES = {
@@ -165,7 +178,7 @@ Plant = tuple[Any, str, Callable[..., Any], Place]
 PLANTS: dict[str, Plant] = {
     "a chain in place of the tree": (layers, "tree_sum", chain, TP),
     "gradients of biases in fp32": (layers, "token_sum", plain_token_sum, DP),
-    "gradients of norms in fp32": (modules, "token_sum", plain_token_sum, DP),
+    "gradients of norms in fp32": (elements, "token_sum", plain_token_sum, DP),
     "weight gradients of all tokens at once": (layers, "weight_gradient", one_product, DP),
     "blocks of tokens added in fp32": (layers, "weight_gradient", in_fp32, DP),
     "all rows in one product": (layers.UnitBlocks, "rows", one_block_of_rows, CP),
@@ -173,12 +186,14 @@ PLANTS: dict[str, Plant] = {
     "squares added per shard": (optim, "square_bins", plain_squares, DP),
     "ranges that end within a vector": (optim, "_padded", not_padded, DP),
     "losses added in fp32": (loss, "on_grid", sum_in_fp32, DP),
-    "activations that end within a vector": (modules.InWholeVectors, "__call__", as_it_is, TP),
+    "activations that end within a vector": (elements.InWholeVectors, "__call__", as_it_is, TP),
     "tokens of an expert in any row": (experts, "plan_slots", one_product_per_expert, EP),
     "logits of all tokens in one product": (experts, "blocked_logits", logits_at_once, EP),
     "gradients of experts added in any order": (experts._Joined, "apply", joined, ETP),
     "norms of matrices added per shard": (optim, "product_bins", dot_in_fp32, HYPERBALL),
     "blocks of experts added per rank": (experts, "sum_over_blocks", sum_of_rank, SHARDED),
+    "all groups of a rank in one scan": (scan.GroupedScan, "__call__", at_once, HYBRID),
+    "gradients of taps in fp32": (scan, "token_sum", plain_token_sum, HYBRID),
     "heads of a shared key added per rank": (mla, "sum_over_blocks", sum_of_rank, MLA),
     "all tokens of a shard in one product": (layers.UnitBlocks, "rows", one_block_of_rows, MLA),
     "keys of a chunk in one block": (
@@ -227,7 +242,7 @@ def run_planted(ctx: ParallelContext, names: list[str], micro_batch_size: int) -
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_every_planted_order_is_found(place: Place) -> None:
-    assert len(PLANTS) == 19
+    assert len(PLANTS) == 21
     names = [name for name, plant in PLANTS.items() if plant[3] is place]
     on_one_rank = run_ranks(1, run_planted, names, GLOBAL_BATCH, shares=True)[0]
     by_rank = run_ranks(2, run_planted, names, 1, shares=True)

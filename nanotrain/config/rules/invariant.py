@@ -39,8 +39,10 @@ def _leave_out(
 
 
 OTHER_LAYERS = (
-    "layers of attention, MLA, MLPs and experts have invariant forms, other kinds have none yet"
+    "layers of attention, MLA, Mamba-2, gated DeltaNet, MLPs and experts have invariant forms, "
+    "other kinds have none yet"
 )
+SCANS = {"mamba2", "gated_delta_net"}
 IN_DTYPE = "its gradients are fp64, on a grid on which sums are exact"
 ELEMENTWISE = "torch's kernels round the last elements of a tensor in another way than the others"
 ORDER = "its sums follow the layout"
@@ -51,11 +53,17 @@ MODEL: tuple[Unsupported, ...] = (
         lambda c: c.mtp.use_repeated_layer,
         why="layers with weights of their own alone are compared over layouts",
     ),
-    _leave_out(
-        "linear attention or Mamba",
-        lambda c: bool(c.linear_kinds),
+    Unsupported(
+        "linear attention",
+        lambda c: not c.linear_kinds.keys() <= SCANS,
         why=OTHER_LAYERS,
-        flag="--hybrid-layer-pattern and --linear-attention-type",
+        fix="use layers of mamba2 or gated_delta_net, or leave --invariant out",
+    ),
+    Unsupported(
+        "context_parallel_size and linear attention",
+        lambda c: c.cp > 1 and bool(c.linear_kinds),
+        why="states that ranks pass on are composed in an order that follows from their number",
+        fix="set --context-parallel-size 1, or leave --invariant out",
     ),
     _leave_out(
         "sparse_attention_type",

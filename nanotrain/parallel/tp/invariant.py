@@ -63,7 +63,7 @@ class UnitBlocks:
     num_weight_blocks: int  # of heads, inner widths and the vocabulary; a power of two
     block_length: int  # positions of a block
     num_tokens: int  # of the largest global batch: the addends of a sum over tokens
-    num_heads: int = 1  # of queries: norms of heads have so many addends per token
+    num_heads: int = 1  # norms of heads have so many addends per token
     tokens_per_block: int = 1  # positions of a token block, by which experts are computed
     num_expert_blocks: int = 1  # of the inner width of an expert; a power of two
 

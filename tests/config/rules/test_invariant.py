@@ -37,6 +37,14 @@ def test_what_fits_passes() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        (
+            {"hybrid_layer_pattern": "G*", "linear_attention_type": "kda"},
+            "linear attention: layers",
+        ),
+        (
+            {"hybrid_layer_pattern": "M*", "context_parallel_size": 2},
+            "invariant with context_parallel_size and linear attention: states that ranks pass on",
+        ),
         ({"layer_scale": True}, "invariant with layer_scale: layers of"),
         ({"num_experts": 4, "moe_z_loss_coeff": 0.1}, "invariant with moe_z_loss_coeff: no layout"),
         (

@@ -1,0 +1,270 @@
+"""Mamba-2 and gated DeltaNet whose results do not depend on the layout, in any bit (`--invariant`).
+
+    scans           one call per sample and group of heads, all of one shape
+    convolutions    taps in order, in fp32; gradients of their weights are exact sums over tokens
+    A_log, dt_bias, D and the weight of the norm
+                    exact sums over tokens
+    softplus, SiLU, sigmoid
+                    in whole vectors
+
+The states and the tokens before a chunk are not passed between ranks: cp is 1.
+
+    B batch   S sequence   K kernel size   D channels   N heads   P head dim of values
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.attention.chunks import accumulate_dtype
+from nanotrain.attention.scan_inputs import DeltaInputs
+from nanotrain.kernels.exact_sums import in_one_form, token_sum
+from nanotrain.model.context import LayerContext, split_heads
+from nanotrain.model.delta_net import GatedDeltaNet
+from nanotrain.model.invariant_elements import InWholeVectors, normalized_rows, per_token
+from nanotrain.model.mamba import Mamba2
+from nanotrain.model.recurrence import ShortConvolution
+from nanotrain.parallel.tp.invariant import UnitBlocks
+
+SCANNED = ("query", "key", "value", "decay", "beta")  # tensors per token and head
+SILU = InWholeVectors(F.silu)
+SOFTPLUS = InWholeVectors(F.softplus)
+SIGMOID = InWholeVectors(torch.sigmoid)
+EXP = InWholeVectors(torch.exp)
+
+
+class _InOneForm(torch.autograd.Function):
+    """A tensor that is contiguous from an aligned address on, as its gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A copy if need be."""
+        return in_one_form(x).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Likewise."""
+        return in_one_form(grads[0])
+
+
+@dataclass(frozen=True)
+class GroupedScan:
+    """A scan of one sample and one group of heads at a time.
+
+    Args:
+        scan: inputs -> outputs [B, S, N, P].
+    """
+
+    scan: Callable[[DeltaInputs], Tensor]
+
+    def __call__(self, inputs: DeltaInputs) -> Tensor:
+        """[B, S, N, P]."""
+        outputs = []
+        for sample in _samples_of(inputs):
+            groups = [_InOneForm.apply(self.scan(group)) for group in _groups_of(sample)]
+            outputs.append(torch.cat(groups, dim=2))
+        return torch.cat(outputs)
+
+
+def _samples_of(inputs: DeltaInputs) -> list[DeltaInputs]:
+    """The inputs of every sample."""
+    parts = {name: getattr(inputs, name).split(1) for name in SCANNED}
+    samples = []
+    for index in range(len(inputs.value)):
+        starts = None if inputs.starts is None else inputs.starts[index : index + 1]
+        tensors = {name: by_sample[index] for name, by_sample in parts.items()}
+        samples.append(DeltaInputs(**tensors, starts=starts))
+    return samples
+
+
+def _groups_of(sample: DeltaInputs) -> list[DeltaInputs]:
+    """The inputs of every group of heads of a sample."""
+    num_groups = sample.key.shape[2]
+    parts = {name: getattr(sample, name).chunk(num_groups, dim=2) for name in SCANNED}
+    groups = []
+    for index in range(num_groups):
+        tensors = {name: _InOneForm.apply(by_group[index]) for name, by_group in parts.items()}
+        groups.append(DeltaInputs(**tensors, starts=sample.starts))
+    return groups
+
+
+class _Convolution(torch.autograd.Function):
+    """A depthwise causal convolution in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        window: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        masks: Tensor | None,
+        num_tokens: int,
+    ) -> Tensor:
+        """window [B, K - 1 + S, D], weight [D, K], masks [K, B, S, 1] or None -> [B, S, D]."""
+        ctx.save_for_backward(window, weight, masks)
+        ctx.num_tokens = num_tokens
+        total = None if bias is None else bias.float()
+        taps = weight.float().unbind(1)
+        for tokens, tap in zip(
+            _taps_of(window.float(), masks, num_taps=len(taps)), taps, strict=True
+        ):
+            term = tokens * tap
+            total = term if total is None else total + term
+        assert total is not None, "a kernel has at least one weight"
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the window, and of weight and bias in fp64."""
+        window, weight, masks = ctx.saved_tensors
+        (grad,) = grads
+        length = grad.shape[1]
+        taps = weight.float().unbind(1)
+        grad_window = torch.zeros_like(window, dtype=torch.float32)
+        for k, tap in enumerate(taps):
+            term = grad * tap
+            if masks is not None:
+                term = term.masked_fill(~masks[k], 0.0)
+            grad_window[:, k : k + length] += term
+        sums = []
+        for tokens in _taps_of(window.float(), masks, num_taps=len(taps)):
+            sums.append(token_sum(grad * tokens, num_addends=ctx.num_tokens))
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = token_sum(grad, num_addends=ctx.num_tokens)
+        return grad_window.to(window.dtype), torch.stack(sums, dim=1), grad_bias, None, None
+
+
+def _taps_of(window: Tensor, masks: Tensor | None, *, num_taps: int) -> list[Tensor]:
+    """The tokens [B, S, D] that every tap reads; those of other documents are zeros."""
+    length = window.shape[1] - num_taps + 1
+    taps = []
+    for k in range(num_taps):
+        tokens = window[:, k : k + length]
+        taps.append(tokens if masks is None else tokens.masked_fill(~masks[k], 0.0))
+    return taps
+
+
+def use_exact_taps(conv: ShortConvolution, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """The invariant forward of a convolution."""
+    activation = None if conv.activation is None else InWholeVectors(conv.activation)
+
+    def forward(x: Tensor, context: LayerContext) -> Tensor:
+        window, segment_ids = conv.window(x, context.segment_ids)
+        num_taps = conv.num_before + 1
+        masks = None
+        if segment_ids is not None:
+            own = segment_ids[:, conv.num_before :]
+            taps = [segment_ids[:, k : k + own.shape[1]] == own for k in range(num_taps)]
+            masks = torch.stack(taps)[..., None]
+        out = _Convolution.apply(window, conv.weight, conv.bias, masks, blocks.num_tokens)
+        out = out.to(x.dtype)
+        return out if activation is None else activation(out)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class InvariantMamba:
+    """The functions of a layer of Mamba-2 around its projections."""
+
+    layer: Mamba2
+    blocks: UnitBlocks
+
+    def prepare_scan(
+        self, x: Tensor, B: Tensor, *, C: Tensor, dt: Tensor, context: LayerContext
+    ) -> tuple[Tensor, ...]:
+        """`Mamba2.prepare_scan`."""
+        layer = self.layer
+        dtype = accumulate_dtype(x)
+        bias = per_token(layer.step_bias, dt, blocks=self.blocks).to(dtype)
+        step = SOFTPLUS(dt.to(dtype) + bias)
+        step = step.clamp(min=layer.sizes.time_step_min)
+        rate = EXP(per_token(layer.decay, dt, blocks=self.blocks).to(dtype))
+        x = split_heads(layer.value_conv(x, context), layer.sizes.head_dim)
+        B = split_heads(layer.key_conv(B, context), layer.sizes.state_dim)
+        C = split_heads(layer.query_conv(C, context), layer.sizes.state_dim)
+        decay = step * -rate
+        return C, B, x, decay[..., None], step[..., None]
+
+    def run_scan(
+        self,
+        C: Tensor,
+        B: Tensor,
+        *,
+        x: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """`Mamba2.run_scan`."""
+        skip = per_token(self.layer.skip, step[..., 0], blocks=self.blocks).to(decay.dtype)
+        inputs = DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts)
+        return self.layer.scan(inputs) + x * skip[..., None]
+
+    def gate_output(self, y: Tensor, z: Tensor) -> Tensor:
+        """`Mamba2.gate_output`."""
+        layer = self.layer
+        gated = y.flatten(2) * SILU(z.to(y.dtype))
+        if layer.norm is None:
+            return gated.to(z.dtype)
+        grouped = gated.unflatten(-1, (layer.num_groups, -1))
+        normed = normalized_rows(grouped, layer.eps).flatten(2).to(z.dtype)
+        return per_token(layer.norm, normed, blocks=self.blocks) * normed
+
+
+def use_grouped_scan(layer: Mamba2, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """Let a layer of Mamba-2 scan groups apart; its forward."""
+    assert not layer.value_conv.communicates, "states are not passed between ranks"
+    functions: Any = InvariantMamba(layer, blocks)
+    layer.scan = GroupedScan(layer.scan)
+    layer.prepare_scan = functions.prepare_scan  # type: ignore[method-assign]
+    layer.run_scan = functions.run_scan  # type: ignore[method-assign]
+    layer.gate_output = functions.gate_output  # type: ignore[method-assign]
+    forward: Callable[..., Tensor] = layer.forward
+    return forward
+
+
+@dataclass(frozen=True)
+class InvariantDeltaNet:
+    """The functions of a gated DeltaNet around its projections."""
+
+    layer: GatedDeltaNet
+    blocks: UnitBlocks
+
+    def prepare_scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        value: Tensor,
+        dt: Tensor,
+        beta: Tensor,
+        context: LayerContext,
+    ) -> tuple[Tensor, ...]:
+        """`GatedDeltaNet.prepare_scan`, with a decay per head."""
+        layer = self.layer
+        dtype = accumulate_dtype(dt)
+        bias = per_token(layer.step_bias, dt, blocks=self.blocks).to(dtype)
+        rate = EXP(per_token(layer.decay, dt, blocks=self.blocks).to(dtype))
+        decay = -rate * SOFTPLUS(dt.to(dtype) + bias)
+        query = split_heads(layer.query_conv(query, context), layer.key_head_dim)
+        key = split_heads(layer.key_conv(key, context), layer.key_head_dim)
+        value = split_heads(layer.value_conv(value, context), layer.value_head_dim)
+        beta = layer.max_beta * SIGMOID(beta.to(dtype))
+        return query, key, value, decay[..., None], beta[..., None]
+
+
+def use_grouped_rule(layer: GatedDeltaNet, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """Let a gated DeltaNet apply its rule to groups apart; its forward."""
+    assert not layer.value_conv.communicates, "states are not passed between ranks"
+    functions: Any = InvariantDeltaNet(layer, blocks)
+    layer.scan = GroupedScan(layer.scan)
+    layer.prepare_scan = functions.prepare_scan  # type: ignore[method-assign]
+    layer.activation = InWholeVectors(layer.activation)
+    forward: Callable[..., Tensor] = layer.forward
+    return forward
