@@ -73,7 +73,7 @@ class Proof:
         ]
 
 
-def prove(config: Config, world_size: int) -> Proof:
+def prove(config: Config, world_size: int, *, shapes: dict[Any, Any] | None = None) -> Proof:
     """Type a step of every kind of rank of a layout.
 
     Types do not depend on sizes, so the model is shrunk: of equal layers one per stage is typed.
@@ -83,6 +83,7 @@ def prove(config: Config, world_size: int) -> Proof:
     Args:
         config: a validated configuration; its vocabulary is replaced.
         world_size: ranks of the run.
+        shapes: shapes of results of operators, which several proofs may share to be faster.
 
     Raises:
         TopologyError: the groups of the layout have no common axes.
@@ -107,7 +108,8 @@ def prove(config: Config, world_size: int) -> Proof:
     faults: dict[str, None] = {}
     num_operators = 0
     num_sums = 0
-    shapes: dict[Any, Any] = {}
+    if shapes is None:
+        shapes = {}
     for variant in variants:
         for rank, plan in _kinds_of_ranks(variant, topology).items():
             seams = _type_rank(plan, shapes=shapes)

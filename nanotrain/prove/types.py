@@ -11,7 +11,7 @@ type per parameter, and a concatenation has those of its parts.
 """
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -47,14 +47,6 @@ class Piece(NamedTuple):
     kind: Type | None
 
 
-class _Segment(NamedTuple):
-    """Bytes of a storage."""
-
-    first: int  # first byte
-    last: int  # byte after the last one
-    kind: Type | None
-
-
 def join(types: list[Type | None]) -> Type | None:
     """The type of a result that is computed from values of these types but is not their sum."""
     varying = 0
@@ -68,27 +60,39 @@ def join(types: list[Type | None]) -> Type | None:
 
 @dataclass
 class _Storage:
-    """The types of one storage."""
+    """The types of the bytes of a storage.
+
+    `kinds[i]` is the type from byte `borders[i]` to the next border, or on to the end.
+    """
 
     reference: Any  # weak, to drop the entry with the storage
-    segments: list[_Segment]  # in order; bytes that are ZERO may be left out
-    is_uniform: bool  # whether one segment has all bytes
+    borders: list[int]  # from 0 on, ascending
+    kinds: list[Type | None]
     num_copies: int = 1  # equal parts that the storage consists of
 
-    def segment_around(self, tensor: Tensor) -> _Segment | None:
-        """The segment with all elements of a tensor; None if they are in several segments."""
-        if self.is_uniform:
-            return self.segments[0]
-        first = int(tensor.storage_offset()) * tensor.itemsize
-        last = first + tensor.itemsize
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            last += (size - 1) * stride * tensor.itemsize
-        index = bisect_right(self.segments, first, key=lambda item: item.last)
-        if index == len(self.segments):
-            return None
-        segment = self.segments[index]
-        has_all = segment.first <= first and last <= segment.last
-        return segment if has_all else None
+    def ranges(self, first: int, last: int) -> Iterator[tuple[int, Type | None]]:
+        """The number of bytes of each type among bytes [first, last), in order."""
+        index = bisect_right(self.borders, first)
+        for border in self.borders[index:]:
+            if border >= last:
+                break
+            yield border - first, self.kinds[index - 1]
+            first = border
+            index += 1
+        yield last - first, self.kinds[index - 1]
+
+    def kinds_between(self, first: int, last: int) -> list[Type | None]:
+        """The types of bytes [first, last), in order."""
+        index = bisect_right(self.borders, first)
+        return self.kinds[index - 1 : bisect_left(self.borders, last, lo=index)]
+
+    def assign(self, first: int, last: int, kind: Type | None) -> None:
+        """Give bytes [first, last) a type."""
+        start = bisect_left(self.borders, first)
+        stop = bisect_right(self.borders, last)
+        after = self.kinds[stop - 1]
+        self.borders[start:stop] = [first, last]
+        self.kinds[start:stop] = [kind, after]
 
 
 class TypeMap:
@@ -102,9 +106,12 @@ class TypeMap:
         stored = self._storages.get(tensor.untyped_storage()._cdata)
         if stored is None:
             return ZERO
-        if stored.is_uniform:
-            return stored.segments[0].kind
-        types = {piece.kind for piece in self.pieces(tensor)}
+        if len(stored.kinds) == 1:
+            return stored.kinds[0]
+        first, last = _extent(tensor)
+        types = set(stored.kinds_between(first, last))
+        if len(types) > 1 and last - first != tensor.nbytes:  # some bytes between are not its own
+            types = {piece.kind for piece in self.pieces(tensor)}
         types.discard(ZERO)
         if len(types) < 2:
             return next(iter(types), ZERO)
@@ -113,7 +120,7 @@ class TypeMap:
     def is_mixed(self, tensor: Tensor) -> bool:
         """Whether a tensor has several pieces of different types."""
         stored = self._storages.get(tensor.untyped_storage()._cdata)
-        if stored is None or stored.is_uniform:
+        if stored is None or len(stored.kinds) == 1:
             return False
         return len(self.pieces(tensor)) > 1
 
@@ -123,18 +130,19 @@ class TypeMap:
         numel = tensor.numel()
         if stored is None or numel == 0:
             return [Piece(0, numel, ZERO)]
-        around = stored.segment_around(tensor)
-        if around is not None:
-            return [Piece(0, numel, around.kind)]
+        kinds = stored.kinds_between(*_extent(tensor))
+        if kinds.count(kinds[0]) == len(kinds):
+            return [Piece(0, numel, kinds[0])]
+        itemsize = tensor.itemsize
         pieces: list[Piece] = []
         element = 0
-        for first, last in _runs(tensor):
-            for segment in _cover(stored.segments, first=first, last=last):
-                stop = element + (segment.last - segment.first) // tensor.itemsize
-                if pieces and pieces[-1].kind == segment.kind:
-                    pieces[-1] = pieces[-1]._replace(last=stop)
+        for begin, end in _runs(tensor):
+            for num_bytes, kind in stored.ranges(begin, end):
+                stop = element + num_bytes // itemsize
+                if pieces and pieces[-1].kind == kind:
+                    pieces[-1] = Piece(pieces[-1].first, stop, kind)
                 else:
-                    pieces.append(Piece(element, stop, segment.kind))
+                    pieces.append(Piece(element, stop, kind))
                 element = stop
         return pieces
 
@@ -142,29 +150,30 @@ class TypeMap:
         """Give all elements of a tensor a type."""
         numel = tensor.numel()
         storage = tensor.untyped_storage()
-        num_bytes = storage.nbytes()
-        if 0 < numel * tensor.itemsize == num_bytes:
-            self._replace(storage, [_Segment(0, num_bytes, kind)], is_uniform=True)
+        if 0 < numel * tensor.itemsize == storage.nbytes():
+            stored = self._stored(storage)
+            stored.borders = [0]
+            stored.kinds = [kind]
         elif numel:
             self.write(tensor, [Piece(0, numel, kind)])
 
     def write(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Set the types of a tensor's elements; the pieces have all elements in their order."""
-        storage = tensor.untyped_storage()
-        written = list(_segments(tensor, pieces))
-        stored = self._storages.get(storage._cdata)
-        kept = [] if stored is None else _without(stored.segments, written)
-        segments: list[_Segment] = []
-        for segment in sorted([*kept, *written], key=lambda item: item.first):
-            before = segments[-1] if segments else None
-            if before and before.last == segment.first and before.kind == segment.kind:
-                segments[-1] = before._replace(last=segment.last)
-            else:
-                segments.append(segment)
-        first, last, _ = segments[0]
-        # a storage of no bytes is memory that is freed for now
-        is_uniform = first == 0 and last >= storage.nbytes() > 0
-        self._replace(storage, segments, is_uniform=is_uniform)
+        """Give the elements of a tensor types, all of them and in order."""
+        if len(pieces) == 1 and tensor.nbytes == tensor.untyped_storage().nbytes():
+            self.set(tensor, pieces[0].kind)
+            return
+        stored = self._stored(tensor.untyped_storage())
+        remaining = iter(pieces)
+        piece = next(remaining)
+        element = 0
+        for first, last in _runs(tensor):
+            while first < last:
+                if element == piece.last:
+                    piece = next(remaining)
+                stop = min(last, first + (piece.last - element) * tensor.itemsize)
+                stored.assign(first, stop, piece.kind)
+                element += (stop - first) // tensor.itemsize
+                first = stop
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Give a tensor the types of one with as many elements."""
@@ -192,9 +201,8 @@ class TypeMap:
     def set_copies(self, tensor: Tensor, number: int) -> None:
         """Note that a tensor, all of its storage, consists of equal parts."""
         storage = tensor.untyped_storage()
-        stored = self._storages.get(storage._cdata)
-        if stored is not None and tensor.nbytes == storage.nbytes():
-            stored.num_copies = number
+        if tensor.nbytes == storage.nbytes():
+            self._stored(storage).num_copies = number
 
     def num_copies(self, tensor: Tensor) -> int:
         """The equal parts that a tensor consists of, as far as known."""
@@ -204,17 +212,25 @@ class TypeMap:
             return 1
         return stored.num_copies
 
-    def _replace(self, storage: Any, segments: list[_Segment], *, is_uniform: bool) -> None:
-        """Set the types of a storage."""
+    def _stored(self, storage: Any) -> _Storage:
+        """The types of a storage that is about to change."""
         key = storage._cdata
         stored = self._storages.get(key)
         if stored is None:
             reference = weakref.ref(storage, lambda _: self._storages.pop(key, None))
-            self._storages[key] = _Storage(reference, segments, is_uniform)
-            return
-        stored.segments = segments
-        stored.is_uniform = is_uniform
+            stored = _Storage(reference, [0], [ZERO])
+            self._storages[key] = stored
         stored.num_copies = 1
+        return stored
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the byte after its last one."""
+    first = int(tensor.storage_offset())
+    last = first + 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return first * tensor.itemsize, last * tensor.itemsize
 
 
 def _runs(tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -241,51 +257,3 @@ def _runs(tensor: Tensor) -> Iterator[tuple[int, int]]:
     for steps in product(*outer):
         first = start + sum(steps)
         yield first, first + length
-
-
-def _segments(tensor: Tensor, pieces: Sequence[Piece]) -> Iterator[_Segment]:
-    """The bytes of the pieces of a tensor."""
-    remaining = iter(pieces)
-    piece = next(remaining)
-    element = 0
-    for first, last in _runs(tensor):
-        while first < last:
-            if element == piece.last:
-                piece = next(remaining)
-            stop = min(last, first + (piece.last - element) * tensor.itemsize)
-            yield _Segment(first, stop, piece.kind)
-            element += (stop - first) // tensor.itemsize
-            first = stop
-
-
-def _cover(segments: Sequence[_Segment], *, first: int, last: int) -> Iterator[_Segment]:
-    """The segments of bytes [first, last), with segments of type ZERO in the gaps."""
-    for index in range(bisect_right(segments, first, key=lambda item: item.last), len(segments)):
-        segment = segments[index]
-        if segment.first >= last:
-            break
-        if first < segment.first:
-            yield _Segment(first, segment.first, ZERO)
-            first = segment.first
-        stop = min(segment.last, last)
-        yield _Segment(first, stop, segment.kind)
-        first = stop
-    if first < last:
-        yield _Segment(first, last, ZERO)
-
-
-def _without(segments: Sequence[_Segment], written: Sequence[_Segment]) -> Iterator[_Segment]:
-    """The parts of segments outside of the written bytes."""
-    ordered = sorted(written, key=lambda item: item.first)
-    for segment in segments:
-        first = segment.first
-        start = bisect_right(ordered, first, key=lambda item: item.last)
-        for index in range(start, len(ordered)):
-            other = ordered[index]
-            if other.first >= segment.last:
-                break
-            if first < other.first:
-                yield segment._replace(first=first, last=other.first)
-            first = max(first, other.last)
-        if first < segment.last:
-            yield segment._replace(first=first)
