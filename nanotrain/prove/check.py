@@ -19,7 +19,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
 from nanotrain.data.build import build_data
 from nanotrain.dry_run.stand_ins import on_meta
-from nanotrain.errors import TopologyError
+from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parity.shrink import shrink
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.prove.axes import Axes
@@ -87,7 +87,14 @@ def prove(config: Config, world_size: int, *, shapes: dict[Any, Any] | None = No
 
     Raises:
         TopologyError: the groups of the layout have no common axes.
+        ConfigError: a layer reads values on the host.
     """
+    if config.precision.invariant and config.model.moe is not None:
+        raise ConfigError(
+            "invariant layers of experts cannot be typed",
+            why="the host reads how many tokens each expert has",
+            fix="leave --invariant out: the sums over ranks are the same",
+        )
     layers_per_stage = _layers_per_stage(config.model)
     small = shrink(config, world_size, num_steps=1, layers_per_stage=layers_per_stage)
     small = replace(
@@ -131,10 +138,11 @@ def prove(config: Config, world_size: int, *, shapes: dict[Any, Any] | None = No
 def verdict(loaded: Loaded, world_size: int) -> list[str]:
     """Lines on a layout: the numbers that parity has compared, and the facts that types prove."""
     config = with_known_model(loaded.config, loaded.explicit)
-    compared = "compared: losses, norms, gradients and weights, as numbers of the small model"
+    what = "bits" if config.precision.invariant else "numbers"
+    compared = f"compared: losses, norms, gradients and weights, as {what} of the small model"
     try:
         return [compared, *prove(config, world_size).verdict()]
-    except TopologyError as error:
+    except (ConfigError, TopologyError) as error:
         return [compared, f"not proved: {error}"]
 
 

@@ -23,7 +23,6 @@ from nanotrain.comm.recorder import place
 from nanotrain.data.batch import Batch
 from nanotrain.kernels import grouped
 from nanotrain.model import norm
-from nanotrain.optim import distributed
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.matrix_update import MatrixUpdate
 from nanotrain.optim.rule import UpdateStep
@@ -92,7 +91,6 @@ class Seams:
             (Bucket, "start_reduce", self._start_reduce),
             (Reduction, "start_inside", self._start_inside),
             (BucketState, "grads_for_norm", self._grads_for_norm),
-            (distributed, "squared_norm", self._squared_norm),
             (DistributedOptimizer, "_scale_grads", self._scale_grads),
             (DistributedOptimizer, "_run_rules", self._run_rules),
             (step, "run_schedule", self._run_schedule),
@@ -199,7 +197,10 @@ class Seams:
         return wrapper
 
     def _optimizer_step(self, original: Any) -> Any:
-        """`DistributedOptimizer.step`: its `sums` have numbers of a stage's layers, else zeros."""
+        """`DistributedOptimizer.step`: its `sums` have numbers of a stage's layers, else zeros.
+
+        Its squares of gradients have a seam of their own, whichever arithmetic sums them.
+        """
 
         def wrapper(optimizer: DistributedOptimizer, *args: Any, **options: Any) -> Any:
             sums: Tensor | None = options.get("sums")
@@ -207,7 +208,10 @@ class Seams:
             if sums is not None and kind is not ZERO:
                 stages = self.axes.masks["pp"]
                 self.recorder.types.set(sums, kind._replace(varying=kind.varying | stages))
-            return original(optimizer, *args, **options)
+            arithmetic = optimizer._arithmetic
+            local = self._squared_norm(arithmetic.local)
+            with patch.object(optimizer, "_arithmetic", replace(arithmetic, local=local)):
+                return original(optimizer, *args, **options)
 
         return wrapper
 
@@ -293,7 +297,7 @@ class Seams:
         return wrapper
 
     def _squared_norm(self, original: Any) -> Any:
-        """`squared_norm`: check that one rank adds each element, and type the sum as partial."""
+        """`StepArithmetic.local`: check that one rank adds each element, and type the sum."""
 
         def wrapper(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
             for shard in grad_shards:

@@ -86,7 +86,7 @@ class _Storage:
         index = bisect_right(self.borders, first)
         return self.kinds[index - 1 : bisect_left(self.borders, last, lo=index)]
 
-    def assign(self, first: int, last: int, kind: Type | None) -> None:
+    def assign(self, kind: Type | None, *, first: int, last: int) -> None:
         """Give bytes [first, last) a type."""
         start = bisect_left(self.borders, first)
         stop = bisect_right(self.borders, last)
@@ -171,7 +171,7 @@ class TypeMap:
                 if element == piece.last:
                     piece = next(remaining)
                 stop = min(last, first + (piece.last - element) * tensor.itemsize)
-                stored.assign(first, stop, piece.kind)
+                stored.assign(piece.kind, first=first, last=stop)
                 element += (stop - first) // tensor.itemsize
                 first = stop
 

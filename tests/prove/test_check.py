@@ -5,6 +5,7 @@ import pytest
 from nanotrain.cli.dry_run import complete
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
+from nanotrain.errors import ConfigError
 from nanotrain.prove.check import Proof, prove
 
 DENSE = "+config=tiny --vocab-size 512"
@@ -42,6 +43,7 @@ def proof_of(line: str, world_size: int) -> Proof:
         (f"{DENSE} {TP} {SPARSE} --dsa-indexer-loss-coeff 0.01 {GATHERED}", 8),
         (f"{EXPERTS} {TP} --add-bias-linear", 4),
         (f"{DENSE} {TP} {INPUTS} --pipeline-model-parallel-size 2", 8),
+        (f"{DENSE} {SP} {OPTIM} --invariant", 8),
         (f"{DENSE} {TP} {BF16_GRADS} --data-parallel-sharding-strategy optim_grads", 8),
     ],
 )
@@ -50,6 +52,11 @@ def test_a_layout_is_proved(line: str, world_size: int) -> None:
     assert not proof.faults
     assert proof.num_sums > len(proof.parameters) > 6
     assert "proved: the gradients of" in proof.text()
+
+
+def test_invariant_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the host reads how many tokens each expert has"):
+        proof_of(f"{EXPERTS} --invariant", 4)
 
 
 def test_a_rank_of_thousands_is_proved() -> None:
