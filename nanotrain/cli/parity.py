@@ -8,16 +8,17 @@ from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, positive, processes
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.errors import EXIT_CODE
+from nanotrain.errors import EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
+    from nanotrain.parity.bits import BitReport
     from nanotrain.parity.perturbed_report import PerturbedReport
     from nanotrain.parity.report import ParityReport
 
 
 def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of
-    this machine.
+    this machine; with --invariant in every bit.
     """
     args, rest = parity_parser().parse_known_args(argv)
     loaded = load_line(parse(rest))
@@ -32,8 +33,18 @@ def parity(argv: Sequence[str]) -> int:
     return 0 if result.holds else EXIT_CODE
 
 
-def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport":
+def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport | BitReport":
     """The report of the comparison that the arguments ask for."""
+    if loaded.config.precision.invariant:
+        if args.keep_precision:
+            raise ConfigError(
+                "--keep-precision has no effect with --invariant",
+                why="bits are compared in the precision of the configuration",
+                fix="leave --keep-precision out",
+            )
+        from nanotrain.parity.bits import check_bits
+
+        return check_bits(loaded, args.world_size, num_steps=args.steps)
     if args.keep_precision:
         from nanotrain.parity.by_perturbation import check_by_perturbation
 
@@ -61,7 +72,8 @@ def parity_parser() -> CommandParser:
         type=positive,
         default=1e-5,
         metavar="T",
-        help="largest relative difference; ten times that for gradients (default: 1e-5)",
+        help="largest relative difference; ten times that for gradients (default: 1e-5); has no "
+        "part with --invariant",
     )
     parser.add_argument(
         "--keep-precision",

@@ -1,0 +1,346 @@
+"""`nanotrain parity --invariant`: the first tensor of a layout with other bits than one rank.
+
+    train one rank and N ranks   `Step`: hidden states after every part of a layer and their
+                                 gradients, gradients and weights, loss and gradient norm
+    in the order of a step       forward by layer, loss, backward by layer, gradients, norm, weights
+    first_difference             the first of one rank whose bits another rank has otherwise
+
+Hidden states are compared by sample and position: a rank has those of its samples, with cp and
+sequence parallelism some of their positions, and with pipelines some layers.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.config.load import Loaded
+from nanotrain.config.rules.check import check_layout, check_model, validate_for_world
+from nanotrain.data.build import DatasetSplits
+from nanotrain.model.context import BatchContext
+from nanotrain.model.sublayers import Sublayers
+from nanotrain.parity.check import RandomDataset
+from nanotrain.parity.local_ranks import run_local_ranks
+from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.plan.plan import plan_run
+from nanotrain.quantities import count_of
+from nanotrain.runs.folder import RunFolder
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.topology.topology import Topology
+from nanotrain.train.build import build_run
+from nanotrain.train.inputs import with_known_model
+from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.step import train_step
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Hidden(NamedTuple):
+    """Hidden states of one microbatch on one rank, or their gradient."""
+
+    samples: Tensor  # [B] int64
+    positions: Tensor  # [S'] int64, those of the rank
+    values: Tensor  # [B, S', H]
+
+
+HiddenByName = dict[str, list[Hidden]]
+Boxes = dict[TensorBox, Tensor]
+
+
+@dataclass
+class Step:
+    """What one rank has computed in a step.
+
+    Attributes:
+        forward, backward: hidden states after parts of layers and their gradients, by name, in
+            the order in which they were computed.
+        grads, weights: its shards of the reduced gradients, and of the updated weights.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    forward: HiddenByName = field(default_factory=dict)
+    backward: HiddenByName = field(default_factory=dict)
+    grads: Boxes = field(default_factory=dict)
+    weights: Boxes = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BitReport:
+    """The result: the first difference in words, or none."""
+
+    world_size: int
+    num_steps: int
+    num_tensors: int  # of one rank
+    difference: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether all bits are equal."""
+        return not self.difference
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self) | {"holds": self.holds}, indent=2)
+
+    def text(self) -> str:
+        """The report."""
+        steps = count_of(self.num_steps, "step")
+        if self.difference:
+            return f"NOT EQUAL: {self.difference}"
+        ranks = count_of(self.world_size, "rank", verb="trains")
+        return (
+            f"equal: {ranks} as one does in every bit of {steps}, {self.num_tensors:,} tensors: "
+            "hidden states and their gradients by layer, gradients, weights, losses and norms"
+        )
+
+
+def check_bits(loaded: Loaded, world_size: int, *, num_steps: int) -> BitReport:
+    """Train a shrunk form of a configuration with `--invariant` on one rank and on N ranks.
+
+    Args:
+        loaded: validated configuration with `--invariant`.
+        world_size: number of ranks, N, which are processes on this machine.
+        num_steps: number of optimizer steps.
+
+    Raises:
+        TopologyError: the layout does not fit the ranks.
+        ConfigError: the small model, or the layout, has no invariant form.
+    """
+    small, single = small_configs(loaded, world_size, num_steps=num_steps)
+    (reference,) = run_local_ranks(_topology(single, 1), record_bits, arguments=[single])
+    topology = _topology(small, world_size)
+    records = run_local_ranks(topology, record_bits, arguments=[small])
+    num_tensors = sum(len(list(_comparisons(step, []))) for step in reference)
+    return BitReport(world_size, num_steps, num_tensors, first_difference(reference, records))
+
+
+def _topology(config: Config, world_size: int) -> Topology:
+    return Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
+
+
+def small_configs(loaded: Loaded, world_size: int, *, num_steps: int) -> tuple[Config, Config]:
+    """The shrunk form of a configuration, and the same for one rank, both valid.
+
+    Raises:
+        TopologyError: the layout does not fit the ranks.
+        ConfigError: the small model, or the layout, has no invariant form.
+    """
+    config = with_known_model(loaded.config, loaded.explicit)
+    _topology(config, world_size)
+    small = shrink(config, world_size, num_steps=num_steps)
+    small = replace(small, precision=config.precision)
+    validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
+    single = on_one_rank(small)
+    fused = config.parallel.gradient_accumulation_fusion
+    one_rank = replace(single.parallel, gradient_accumulation_fusion=fused)
+    single = replace(single, parallel=one_rank)
+    for checked in (small, single):
+        check_model(checked)
+        check_layout(checked)
+    return small, single
+
+
+def record_bits(context: ParallelContext, config: Config) -> list[Step]:
+    """Train a shrunk configuration on this rank for `train_iters` steps."""
+    steps = []
+    with TemporaryDirectory(prefix="nanotrain-parity-") as folder:
+        plan = plan_run(config, context.topology.world_size, rank=context.rank)
+        data = DatasetSplits(RandomDataset(config), None, None)
+        run = build_run(plan, RunInputs(RunFolder(Path(folder)), data), context=context)
+        recorder = _HiddenRecorder(context)
+        for stage in run.stages.values():
+            recorder.attach(stage)
+        try:
+            for _ in range(config.train.train_iters):
+                recorder.step = Step()
+                _train_step(run, recorder.step)
+                steps.append(recorder.step)
+        finally:
+            run.batches.close()
+    return steps
+
+
+def _train_step(run: Run, step: Step) -> None:
+    """Train a step and add its results."""
+    batch = run.batch_iterator.next()
+    assert batch is not None, "no rank stops early here"
+    result = train_step(run, batch)
+    step.loss = result.loss
+    step.grad_norm = result.grad_norm
+    step.grads = {box: grad.clone() for box, grad in run.optimizer.grad_tensors().items()}
+    for box, tensor in run.optimizer.tensors_to_save("model").items():
+        step.weights[replace(box, name=box.name.removeprefix("model/"))] = tensor.clone()
+
+
+class _HiddenRecorder:
+    """Records the outputs of each layer and of each part of it, and the gradients of them.
+
+    A recomputed forward adds nothing, so outputs that are recomputed have no gradients here.
+
+    Args:
+        context: context of this rank.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self.step = Step()
+        self._tp = context.groups["tp"]
+
+    def attach(self, stage: nn.Module) -> None:
+        """Record the outputs of a stage."""
+        running: list[BatchContext] = []
+
+        def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+            running[:] = [args[1]]
+
+        def record(name: str, out: Any) -> None:
+            if isinstance(out, Tensor) and out.ndim == 3:
+                self._record_output(name, out, context=running[0])
+
+        def observe(module: nn.Module, name: str) -> None:
+            module.register_forward_hook(lambda _, args, out: record(name, out))
+
+        stage.register_forward_pre_hook(begin)
+        for name, module in stage.named_modules():
+            if isinstance(module, Sublayers):
+                observe(module, name)
+                for part, child in module.named_children():
+                    if not isinstance(child, nn.Identity):
+                        observe(child, f"{name}.{part}")
+
+    def _record_output(self, name: str, out: Tensor, *, context: BatchContext) -> None:
+        """Record an output, and its gradient when there is one."""
+        samples = context.batch.sample_ids
+        assert samples is not None, "the loader numbers samples"
+        known = self.step.forward.setdefault(name, [])
+        if any(torch.equal(hidden.samples, samples) for hidden in known):
+            return
+        known.append(Hidden(samples, self._positions(out, context), out.detach().clone()))
+        if not out.requires_grad:
+            return
+        gradients = self.step.backward.setdefault(name, [])
+
+        def add_gradient(grad: Tensor) -> None:
+            gradients.append(Hidden(samples, self._positions(grad, context), grad.clone()))
+
+        out.register_hook(add_gradient)
+
+    def _positions(self, values: Tensor, context: BatchContext) -> Tensor:
+        """The positions of hidden states [B, S', H] in their sequences."""
+        positions = context.sequence_positions
+        if positions is None:
+            positions = torch.arange(context.batch.tokens.shape[1])
+        num_local = values.shape[1]
+        if num_local == len(positions):
+            return positions
+        return positions[num_local * self._tp.index :][:num_local]  # sequence parallelism
+
+
+def first_difference(reference: Sequence[Step], records: Sequence[Sequence[Step]]) -> str:
+    """The first tensor of one rank that a rank of the layout has with other bits; empty if none.
+
+    Args:
+        reference: steps of one rank.
+        records: steps of the layout, by rank.
+    """
+    for number, step in enumerate(reference, start=1):
+        for comparison in _comparisons(step, [steps[number - 1] for steps in records]):
+            if comparison.difference:
+                return f"step {number}, {comparison.name}: {comparison.difference}"
+    return ""
+
+
+class Comparison(NamedTuple):
+    """One tensor of one rank beside those of the layout."""
+
+    name: str
+    difference: str  # empty if the bits are equal
+
+
+def _comparisons(step: Step, others: Sequence[Step]) -> Iterator[Comparison]:
+    """The tensors of a step in the order in which they are computed."""
+    for name, hidden in step.forward.items():
+        held = [other.forward.get(name, []) for other in others]
+        yield Comparison(f"output of {name}", _hidden_difference(hidden, held))
+    yield Comparison("loss", _number_difference(step.loss, [other.loss for other in others]))
+    for name, hidden in reversed(step.backward.items()):
+        held = [other.backward.get(name, []) for other in others]
+        yield Comparison(f"gradient of the output of {name}", _hidden_difference(hidden, held))
+    yield from _box_comparisons("gradient", step.grads, by_rank=[other.grads for other in others])
+    norms = [other.grad_norm for other in others]
+    yield Comparison("gradient norm", _number_difference(step.grad_norm, norms))
+    weights = [other.weights for other in others]
+    yield from _box_comparisons("updated", step.weights, by_rank=weights)
+
+
+def _hidden_difference(hidden: Sequence[Hidden], by_rank: Sequence[Sequence[Hidden]]) -> str:
+    """Where hidden states of a rank differ from those of one rank."""
+    expected: dict[int, Tensor] = {}
+    for samples, _, values in hidden:
+        expected |= dict(zip(samples.tolist(), values, strict=True))
+    for rank, held in enumerate(by_rank):
+        for samples, positions, values in held:
+            for sample, states in zip(samples.tolist(), values, strict=True):
+                other = expected[sample][positions]
+                difference = _difference(states, other)
+                if difference:
+                    position = int(positions[difference.first[0]])
+                    return (
+                        f"{difference.number} on rank {rank}, first {difference.values} at sample "
+                        f"{sample}, position {position}, channel {difference.first[1]}"
+                    )
+    return ""
+
+
+def _number_difference(expected: float, by_rank: Sequence[float]) -> str:
+    """Which rank has another number."""
+    for rank, number in enumerate(by_rank):
+        if number != expected:
+            return f"{number!r} on rank {rank} beside {expected!r}"
+    return ""
+
+
+def _box_comparisons(
+    what: str, expected: Boxes, *, by_rank: Sequence[Boxes]
+) -> Iterator[Comparison]:
+    """Gradients or weights, by name."""
+    full: dict[str, Tensor] = {}
+    for box, tensor in expected.items():
+        total = full.setdefault(box.name, tensor.new_zeros(box.shape))
+        total[box.box.slices()] = tensor
+    differences = dict.fromkeys(full, "")
+    for rank, boxes in enumerate(by_rank):
+        for box, tensor in boxes.items():
+            difference = _difference(tensor, full[box.name][box.box.slices()])
+            if difference and not differences[box.name]:
+                text = f"{difference.number} on rank {rank}, first {difference.values}"
+                differences[box.name] = text
+    for name, difference_text in differences.items():
+        yield Comparison(f"{what} {name}", difference_text)
+
+
+class _Difference(NamedTuple):
+    """Elements with other bits."""
+
+    number: str  # how many there are
+    values: str  # the first of them
+    first: tuple[int, ...]  # its index
+
+
+def _difference(tensor: Tensor, expected: Tensor) -> _Difference | None:
+    """The elements of two tensors whose bits differ; NaN equals NaN, 0.0 does not equal -0.0."""
+    dtype = INTEGERS[tensor.itemsize]
+    differs = tensor.contiguous().view(dtype) != expected.contiguous().view(dtype)
+    if not bool(differs.any()):
+        return None
+    first = tuple(differs.nonzero()[0].tolist())
+    number = f"{int(differs.sum()):,} of {differs.numel():,} elements differ"
+    values = f"{tensor[first].item()!r} beside {expected[first].item()!r}"
+    return _Difference(number, values, first)
