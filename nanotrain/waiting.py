@@ -81,6 +81,7 @@ class Wait:
             self._name()
 
     def _name(self) -> None:
+        """Name the wait in the log, once, after some silence."""
         if self._is_named or self.silent_s < NAMED_AFTER_S:
             return
         self._is_named = True

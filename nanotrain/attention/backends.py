@@ -226,6 +226,7 @@ KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
 
 
 def _parse_limit(limit: dict[str, Any]) -> CardLimit:
+    """A row of the table of limits; its lists become tuples."""
     columns: dict[str, Any] = {}
     for column, value in limit.items():
         columns[column] = tuple(value) if isinstance(value, list) else value

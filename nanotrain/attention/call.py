@@ -127,6 +127,7 @@ class AttentionCall:
         return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:
+        """Positions of the queries and of the keys, on the device."""
         queries = torch.arange(self.queries.start, self.queries.stop, device=self.device)
         keys = torch.arange(self.queries.stop, device=self.device)
         return queries, keys

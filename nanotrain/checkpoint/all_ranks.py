@@ -108,6 +108,7 @@ def _agree(
 
 
 def _accept(verdict: _Outcome[Result], unexpected: Exception | None) -> Result:
+    """The result of an outcome; raises its error."""
     error = unexpected or verdict.error
     if error is not None:
         raise error

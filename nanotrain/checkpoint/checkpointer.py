@@ -359,6 +359,7 @@ class Checkpointer:
         return commit.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest, *, prunes: bool) -> Path:
+        """Commit a checkpoint with written shards, then delete old ones; returns its folder."""
         final = commit.commit(self.folder, manifest.step, text=to_json(manifest))
         self._prune(final, prunes=prunes)
         return final

@@ -80,6 +80,7 @@ class RunMemory:
             return []
 
     def _remove_dead(self, key: str | None) -> None:
+        """Remove the folders of dead runs, on the first rank of each host."""
         host = self.hosts[self._control.index].name
         is_host_first = [entry.name for entry in self.hosts].index(host) == self._control.index
         if is_host_first:

@@ -104,6 +104,7 @@ def _operation(start: Callable[..., object], message: Message, *, group: Group) 
 
 
 def _receive(message: Message, handle: dist.Work, *, group: Group) -> Work[Tensor]:
+    """The work of a message that is being received."""
     peer = group.ranks[message.peer]
     tensor = message.tensor
     return Work(lambda: tensor, op="p2p", group=group, handles=[handle], keep=[tensor], peer=peer)

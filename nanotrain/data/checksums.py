@@ -108,6 +108,7 @@ class BlockCheck:
         return len(numbers)
 
     def _damaged_file(self, prefix: Path, why: str) -> DataError:
+        """The error for a file that differs from its checksums."""
         return DataError(
             f"{self.file.path} is not as it was written",
             why=why,

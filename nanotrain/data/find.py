@@ -83,6 +83,7 @@ def _candidates(part: GPTDataset, tokens: list[int]) -> Iterator[int]:
 
 
 def _decode(part: GPTDataset, document: int, *, tokenizer: Tokenizer) -> str:
+    """The text of a document."""
     start = part.corpus.document_start(document)
     stop = part.corpus.document_start(document + 1)
     return tokenizer.decode(part.corpus.read(start, stop).tolist())

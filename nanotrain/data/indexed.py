@@ -228,6 +228,7 @@ class IndexedTokens:
         return self._are_adjacent(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
 
     def _are_adjacent(self, sequences: np.ndarray) -> bool:
+        """Whether each sequence ends where the next one begins."""
         num_bytes = self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
         ends = self._pointers[sequences] + num_bytes
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
@@ -325,6 +326,7 @@ class IndexedTokens:
             raise self._damaged(what, why="every token of the .bin belongs to one sequence")
 
     def _check_window(self, first: int, last: int) -> None:
+        """Check that the sequences of a window are contiguous in the file."""
         if not self._are_adjacent(np.arange(first, min(last, self.num_sequences - 1))):
             raise self._damaged(
                 f"its pointers are out of order near sequence {first}",

@@ -253,6 +253,7 @@ class OrderStart:
 
     @property
     def _batch_size(self) -> int:
+        """Samples of a step."""
         size = self.config.train.global_batch_size
         assert size is not None, "the hook sets it"
         return size

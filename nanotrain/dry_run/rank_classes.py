@@ -97,9 +97,10 @@ class RankClasses:
         return [rank for rank in others if rank not in firsts]
 
     def stand_in(self, rank: int) -> int:
-        """The rank that is run for a rank.
+        """The rank that is run in place of a rank.
 
-        It is the rank itself, or one of the same data-parallel rank, or the first of the class.
+        In a small world it is the rank itself, else the first or the last rank of its class: the
+        one with the same data-parallel rank, if there is one.
         """
         if self.topology.world_size <= MAX_ALL:
             return rank

@@ -219,6 +219,7 @@ class TextStream:
         return self._show(self._text())
 
     def _text(self) -> str:
+        """The text so far, up to the first stop text; sets `is_ended` where there is one."""
         text = self._tokenizer.decode(self._tokens)
         ends = [text.find(stop) for stop in self._stops if stop in text]
         self.is_ended = bool(ends)

@@ -397,6 +397,7 @@ def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
 
 
 def _write_saved(weight: Tensor, operands: Sequence[Tensor]) -> None:
+    """Write the gradient of a weight from its saved operands, inside a compiled graph."""
     grad, x = operands
     view, has_grads = target_in_graph(weight)
     write_wgrad(grad, x, out=view, adds=has_grads)

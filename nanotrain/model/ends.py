@@ -140,6 +140,7 @@ class Head(nn.Module):
         return TokenGroups(source_of_token, sums)
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
+        """The weight of the head: its own, or the tied word embedding."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head needs the word embedding"
         return weight

@@ -48,7 +48,7 @@ def cast_norms(block: nn.Module, modules: Collection[str], *, parallel: ModelPar
 
 
 def _first_reader(module: object) -> ColumnParallelLinear | None:
-    """The first of the layers that alone read the input of a module; None in other modules."""
+    """The first linear layer of a module whose input only linear layers read; None for others."""
     if type(module) is Attention:
         return module.query
     if type(module) is MLP:

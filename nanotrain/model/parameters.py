@@ -114,6 +114,7 @@ def _draw(block: Tensor, init: Normal | Uniform, *, generator: torch.Generator) 
 
 
 def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:
+    """The seed of a block of rows of a parameter, the same in every layout."""
     shape = "x".join(map(str, spec.shape))
     identity = f"{seed}/{spec.name}/{shape}/{start_row}"
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()

@@ -119,6 +119,7 @@ def _cosine(schedule: LRSchedule, consumed: int) -> float:
 
 
 def _inverse_square_root(schedule: LRSchedule, consumed: int) -> float:
+    """A rate that falls with the root of the samples after the warmup."""
     warmup = math.sqrt(max(schedule.warmup_samples, 1))
     rate = schedule.optim.lr * warmup / math.sqrt(max(consumed, 1))
     return max(schedule.optim.min_lr, rate)

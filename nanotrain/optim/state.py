@@ -285,6 +285,7 @@ class PartState:
         return segments
 
     def _param_options(self, param_range: FlatRange) -> "ParamOptions":
+        """The hyperparameters of the parameter of a range."""
         spec = param_range.param.spec
         first_update = self.first_updates.get(spec.name, 0)
         return ParamOptions(

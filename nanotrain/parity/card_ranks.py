@@ -99,6 +99,7 @@ def measure_rank(
 
 
 def _train_step(run: Run) -> float:
+    """Take a step; returns its loss."""
     batch = run.batch_iterator.next()
     assert batch is not None, "no rank stops early here"
     return train_step(run, batch).loss

@@ -126,6 +126,7 @@ def _build_gpu(name: str, row: Mapping[str, Any]) -> GPU:
 
 
 def _capability(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The compute capability of a row; None for a GPU without one."""
     if "capability" not in row:
         return None
     major, minor = row["capability"]

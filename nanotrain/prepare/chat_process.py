@@ -107,6 +107,7 @@ class ChatProcess:
 
 
 def _send(process: "subprocess.Popen[bytes]", value: dict[str, Any]) -> None:
+    """Write a value as one line of JSON to the input of a process."""
     assert process.stdin is not None, "a pipe"
     process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
     process.stdin.flush()

@@ -459,6 +459,7 @@ def _text_hash(text: str) -> str:
 
 
 def _summary(info: CorpusInfo) -> str:
+    """Documents, tokens and vocabulary of a corpus, in words."""
     documents = count_of(info.documents, "document")
     tokens = count_of(info.tokens, "token")
     return f"{documents}, {tokens}, vocabulary {info.vocab_size:,}"

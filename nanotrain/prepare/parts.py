@@ -174,6 +174,7 @@ class PartWriter:
                 write_text(counts_path(prefix), self._counts().to_json())
 
     def _start_counts(self) -> None:
+        """Set all counts of a part to zero."""
         self.encoder.counts = TextCounts()
         self.reader.num_empty = 0
         self.reader.num_surrogates = 0

@@ -106,11 +106,13 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self._sums[bin_path(self.prefix)].add(data)
 
     def _write_mask(self, data: bytes) -> None:
+        """Append to the mask file and to its checksums."""
         assert self._mask is not None, "callers check it"
         self._mask.write(data)
         self._sums[mask_path(self.prefix)].add(data)
 
     def _add_lengths(self, lengths: np.ndarray) -> None:
+        """Add the lengths of documents to the index and to the counts."""
         self._lengths.append(lengths)
         self.num_documents += len(lengths)
         self.num_tokens += int(lengths.sum(dtype=np.int64))

@@ -92,6 +92,7 @@ def common_losses(runs: Sequence[RunHistory]) -> list[list[str]]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table for the terminal."""
     table = Table(
         *header, box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
     )

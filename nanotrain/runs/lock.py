@@ -129,6 +129,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _write_owner(file: int) -> None:
+    """Write host and process of this program into the lock file."""
     owner = {
         "host": platform.node(),
         "pid": os.getpid(),

@@ -58,6 +58,7 @@ class Sealer:
         self._start_again()
 
     def _start_again(self) -> None:
+        """Forget the file that was read so far."""
         self._inode = -1
         self._size = 0
         self._seal = MetricsSeal(0, rows=0, crc32=0)

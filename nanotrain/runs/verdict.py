@@ -427,6 +427,7 @@ def read_verdicts(folder: Path) -> list[Verdict]:
 
 
 def _verdict_of(row: dict[str, Any]) -> Verdict:
+    """The verdict of a row of verdicts.jsonl; ValueError or LookupError for a damaged row."""
     if row["action"] not in ("restart", "exclude", "stop"):
         raise ValueError("unknown action")
     return Verdict(

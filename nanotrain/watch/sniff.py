@@ -57,15 +57,20 @@ class Measurement:
     peer_host: str = ""
 
     @property
+    def is_across_hosts(self) -> bool:
+        """Whether it is of a pair of ranks on two hosts."""
+        return bool(self.peer_host) and self.peer_host != self.host
+
+    @property
     def group(self) -> tuple[str, int, bool]:
         """Measurements of one group are compared: pairs inside a host, or pairs across hosts."""
-        return self.kind, self.num_bytes, bool(self.peer_host) and self.peer_host != self.host
+        return self.kind, self.num_bytes, self.is_across_hosts
 
     @property
     def label(self) -> str:
         """The measured quantity, for the report."""
         if self.kind == PAIR:
-            where = "across hosts" if self.group[2] else "in a host"
+            where = "across hosts" if self.is_across_hosts else "in a host"
             return f"send and receive {describe_bytes(self.num_bytes)} {where}"
         if self.num_bytes:
             return f"{self.kind} {describe_bytes(self.num_bytes)}"

@@ -30,7 +30,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # kinds of state of torch's optimizers
 KINDS = {"acc_delta", "exp_avg", "exp_avg_diff", "exp_avg_sq", "exp_inf", "max_exp_avg_sq"}
 KINDS |= {"momentum_buffer", "mu_product", "prev", "row_var", "square_avg", "step", "sum"}
-# what the optimizer has in front, the parameter, and the kind
+# prefix of the optimizer, the parameter, and the kind
 STATE = re.compile(rf"((?:[^.]+\.)*?)state\.(.+)\.({'|'.join(sorted(KINDS))})")
 # first parts of keys beside weights that have nothing in front
 OTHERS = {"dataloader", "epoch", "global_step", "iteration", "lr_scheduler", "lr_schedulers"}
@@ -82,7 +82,7 @@ class StoredRun:
         self.weights = self._weight_keys()
         # keys of the states of the optimizer by name of the weight, by kind of state
         self.states: dict[str, dict[str, str]] = {}
-        self.optimizer: str | None = None  # what the keys of the optimizer have in front
+        self.optimizer: str | None = None  # prefix of the optimizer's keys
         self._find_states()
 
     @property

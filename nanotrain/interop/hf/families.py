@@ -138,6 +138,7 @@ def _add_row(complete: Row, row: Row) -> None:
 
 
 def _build_family(row: Row) -> Family:
+    """The family of a row, with values and names in the form that readers and writers use."""
     fixed = row.get("fixed", {})
     required = row.get("required", {})
     row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in fixed.items()}

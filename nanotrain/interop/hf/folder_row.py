@@ -138,6 +138,7 @@ def _parse_tables(row: Any, *, known: Collection[str]) -> dict[str, Any]:
 
 
 def _parse_name(value: Any, field: str) -> str:
+    """Check that a value is a name."""
     text = text_of(value, field)
     if not _WORD.fullmatch(text):
         raise ValueError(f"{field} is {shown(text)}, it must be a name")
@@ -181,6 +182,7 @@ def _parse_entries(value: Any, field: str) -> dict[str, Any]:
 
 
 def _parse_fixed(value: Any) -> dict[str, Any]:
+    """Check that the table `fixed` has keys of the model section."""
     table = object_of(value, "fixed")
     for key in table:
         _require_key(key)
@@ -198,6 +200,7 @@ def _parse_required(value: Any) -> dict[str, list[Any]]:
 
 
 def _parse_layer(value: Any) -> str:
+    """Check that a value is a name pattern of layers."""
     text = text_of(value, "layer")
     if not _LAYER.fullmatch(text):
         raise ValueError(f"layer is {shown(text)}, it must be a name with {{layer}}")

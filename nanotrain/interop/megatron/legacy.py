@@ -34,8 +34,14 @@ from nanotrain.untrusted import object_of, shown, whole_number
 DISTRIBUTED = "distrib_optim.pt"
 FOLDER_NAME = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
-OWN_EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d{1,6})\.(.+)")
-GROUPED_EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d{1,6})")
+# keys of a tensor per expert of a rank: of a module per expert, or of grouped GEMM
+EXPERT_KEYS = (
+    re.compile(r"(?P<prefix>.*mlp\.experts\.)local_experts\.(?P<number>\d{1,6})\.(?P<name>.+)"),
+    re.compile(
+        r"(?P<prefix>.*mlp\.experts\.)"
+        r"(?P<name>linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})"
+    ),
+)
 MAX_RANKS = 1 << 16
 
 
@@ -307,23 +313,28 @@ def count_experts(names: Mapping[str, Any]) -> int:
     """The experts of a rank."""
     highest = -1
     for name in names:
-        match = OWN_EXPERT.fullmatch(name) or GROUPED_EXPERT.fullmatch(name)
+        match = match_expert(name)
         if match is not None:
-            highest = max(highest, int(match[2] if OWN_EXPERT.fullmatch(name) else match[3]))
+            highest = max(highest, int(match["number"]))
     return highest + 1
 
 
 def expert_key(key: str, *, rank: int, num_local: int) -> tuple[str, bool]:
     """The key of a tensor with the number of its expert among all, and whether it has one."""
-    own = OWN_EXPERT.fullmatch(key)
-    if own is not None:
-        number = rank * num_local + int(own[2])
-        return f"{own[1]}experts.{number}.{own[3]}", True
-    grouped = GROUPED_EXPERT.fullmatch(key)
-    if grouped is not None:
-        number = rank * num_local + int(grouped[3])
-        return f"{grouped[1]}experts.{number}.{grouped[2]}", True
-    return key, False
+    match = match_expert(key)
+    if match is None:
+        return key, False
+    number = rank * num_local + int(match["number"])
+    return f"{match['prefix']}experts.{number}.{match['name']}", True
+
+
+def match_expert(key: str) -> re.Match[str] | None:
+    """The prefix, number and name in the key of an expert's tensor; None for another tensor."""
+    for pattern in EXPERT_KEYS:
+        match = pattern.fullmatch(key)
+        if match is not None:
+            return match
+    return None
 
 
 def shard_pieces(tensors: Sequence[Tensor], *, dim: int, num_parts: int) -> Iterator[Piece]:

@@ -57,9 +57,9 @@ class Location:
     """The place of a nanotrain tensor, or of one expert of it, in a tensor of Megatron-LM."""
 
     key: str
-    lead: Shape  # indices of the dims in front: layer, expert
+    lead: Shape  # indices in the first dims: layer, expert
     rows: Rows | RotaryPairs
-    shape: Shape  # of the tensor of Megatron-LM, without the dims in front
+    shape: Shape  # of the tensor of Megatron-LM, without these first dims
     middle: Shape = ()  # its dims between rows and columns
 
 
@@ -207,7 +207,7 @@ class Placement:
     def _find_key(
         self, keys: Sequence[str], *, prefixes: Sequence[Prefix], expert: int | None
     ) -> tuple[str, Shape] | None:
-        """The key that the checkpoint has, and the indices of its dims in front."""
+        """The key that the checkpoint has, and the indices in its first dims."""
         found = []
         for key in keys:
             for prefix in prefixes:

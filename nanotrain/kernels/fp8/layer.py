@@ -280,6 +280,7 @@ def expert_fp8_options(
 def _shared_amax(
     recipe: Recipe, sequence: Group, *, etp: Group, experts: ExpertRange = ExpertRange(0, 1, 1)
 ) -> SharedAmax | None:
+    """The ranks that share the amax of a tensor's scale; None if each rank has its own."""
     has_tensor_scale = recipe.is_per_tensor or recipe.is_two_level
     if not has_tensor_scale or sequence.size * etp.size == 1:
         return None

@@ -176,6 +176,7 @@ class Scales:
         return forms.rescaled(inverse.view(-1, 1))
 
     def _how(self, operand: Operand) -> Cast:
+        """How an operand is cast: its blocks and its dtype."""
         recipe = self._options.recipe
         block = recipe.weight_block if operand is Operand.WEIGHT else recipe.block
         return Cast(block, self._options.dtype(operand), recipe.power_of_two)

@@ -89,7 +89,8 @@ def _(
     dtype: torch.dtype,
     is_fast: bool = False,
 ) -> Tensor:
-    return operands[0].new_empty((len(operands[0]), len(operands[2])), dtype=dtype)
+    a, _, b, _ = operands
+    return a.new_empty((len(a), len(b)), dtype=dtype)
 
 
 def write_scaled_mm(a: Quantized, b: Quantized, *, out: Tensor, adds: bool) -> None:

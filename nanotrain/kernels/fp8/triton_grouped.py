@@ -296,6 +296,7 @@ def _empty_product(
     dtype: torch.dtype,
     is_fast: bool = False,
 ) -> Tensor:
+    """The uninitialized result of `fp8_grouped_mm`."""
     a, _, b, _, offs = operands
     experts = len(offs)
     shape = (experts, len(a), len(b)) if sums else (len(a), len(b) // experts)
@@ -332,8 +333,8 @@ def write_grouped_mm(
         adds: whether to add to the values of `out`.
         is_fast: whether all of a sum may stay in the tensor cores, for products of the forward.
     """
-    a, b = unpack_operands(operands[:4], blocks)
-    offs = operands[4]
+    *matrices, offs = operands
+    a, b = unpack_operands(matrices, blocks)
     experts = len(offs)
     sums = out.dim() == 3
     rows, columns = out.shape[-2:]

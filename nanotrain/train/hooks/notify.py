@@ -117,6 +117,7 @@ class NotifyHook(Hook):
             self._send("spike", f"the loss is {loss:.4g}")
 
     def _keep_facts(self, report: StepReport) -> None:
+        """Keep step and loss for the next message."""
         loss = report.output.loss
         self._facts["step"] = report.step
         self._facts["loss"] = loss if math.isfinite(loss) else None

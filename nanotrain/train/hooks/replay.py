@@ -308,6 +308,7 @@ class _Observer:
             self._loss = inputs_and_output[-1].detach().clone().reshape(1)
 
     def _take_grads(self, number: int, bucket: Bucket) -> None:
+        """Keep measurements of the gradients that a bucket has received, once."""
         if number in self._grads:
             return
         written = bucket.written_grads(with_ahead=not self._skips_ahead)
@@ -421,6 +422,7 @@ def _exchange_tensor(tensor: Tensor, group: Group, *, to: int, source: int) -> T
 
 
 def _send_receive(sent: Tensor, received: Tensor, *, group: Group, to: int, source: int) -> None:
+    """Send a tensor to one rank of a group and receive one from another, and wait for both."""
     started = start_send_recv([Message(sent, to)], [Message(received, source)], group=group)
     started.received[0].wait()
     started.sent.wait()

@@ -32,6 +32,7 @@ class RestartHook(Hook):
             generation.completed(report.step)
 
     def begin_writing(self, run: Run, *, step: int) -> None:
+        """Log how long each part of a restart in place took, and append it to restarts.jsonl."""
         generation = run.context.generation
         if generation is None or generation.restart is None or not run.context.control.is_first:
             return

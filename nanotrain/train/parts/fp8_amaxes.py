@@ -87,6 +87,7 @@ class Fp8Amaxes(StepPart):
             layer.restored()
 
     def _layers(self) -> dict[str, Fp8Layer]:
+        """The fp8 layers of this rank's stages, by name."""
         layers = {}
         for stage in self._stages.values():
             layers.update(fp8_layers(stage))

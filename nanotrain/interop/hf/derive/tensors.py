@@ -45,7 +45,7 @@ class TensorTable:
 
     @property
     def stems(self) -> dict[str, Shape]:
-        """The shapes of tensors of layers by name without ".weight"; biases are left out."""
+        """Shapes of tensors of layers by name without ".weight", without the biases of weights."""
         stems = {}
         for name, shape in self.layers.items():
             if not name.endswith(".bias") or name.removesuffix(".bias") not in self._weights:
