@@ -169,8 +169,7 @@ class BucketState:
         try:
             self._buffers = find_buffers(folder)
             self._layout = Layout.from_arguments(arguments, placement.num_layers)
-            self._fill()
-            self._check()
+            self._fill_in_known_order()
         except ValueError as error:
             raise StateError(
                 f"the buckets of the optimizer in {folder.folder} cannot be read",
@@ -214,6 +213,26 @@ class BucketState:
         index = list(inner.slices())
         index[row_dim] = slice(None)
         return flat.view(shape)[tuple(index)]
+
+    def _fill_in_known_order(self) -> None:
+        """The segments of all buffers, in the order of modules of the version that saved them.
+
+        Raises:
+            ValueError: they lie in no known order.
+        """
+        has_mamba = "mamba2" in self._placement.shape.mixers
+        orders = module_orders(self._layout, has_mamba=has_mamba)
+        for number, order in enumerate(orders, start=1):
+            self._order = order
+            self._segments = {}
+            try:
+                self._fill()
+                self._check()
+            except ValueError:
+                if number == len(orders):
+                    raise
+            else:
+                return
 
     def _fill(self) -> None:
         """The segments of all buffers."""
@@ -311,12 +330,11 @@ class BucketState:
     def _params_of(self, block: Block) -> Iterator[Parameter]:
         """The parameters of a layer in a buffer; with expert parallelism experts have their own."""
         layout = self._layout
-        order = "local" if layout.has_local_layers else "transformer_engine"
         if self._num_experts and layout.ep == 1 and layout.etp != layout.tp:
             raise ValueError(
                 f"experts on {layout.etp} tensor-parallel ranks lie among weights on {layout.tp}"
             )
-        for module in TABLES["bucket_order"][order]:
+        for module in self._order:
             if isinstance(module, list):
                 parts: list[Weight] = []
                 for part in module:
@@ -389,6 +407,20 @@ class BucketState:
                 weight = Weight(location.key, location.lead)
                 if weight not in self._segments and name.startswith("model/"):
                     raise ValueError(f"{location.key} is in no bucket")
+
+
+def module_orders(layout: Layout, *, has_mamba: bool) -> list[list[Any]]:
+    """The orders of the modules of a layer in versions of Megatron-LM, the earlier one first.
+
+    Since core 0.19 the convolutions of Mamba-2 are parameters of its mixer, before the others.
+    """
+    name = "local" if layout.has_local_layers else "transformer_engine"
+    order: list[Any] = TABLES["bucket_order"][name]
+    if not has_mamba:
+        return [order]
+    convolutions = [module for module in order if "mixer.conv1d." in module[0]]
+    others = [module for module in order if module not in convolutions]
+    return [order, [*convolutions, *others]]
 
 
 def numel_of(boxes: Sequence[Box]) -> int:

@@ -21,6 +21,11 @@ PARTS = {
     "mixer.conv1d.weight": ("x", "B", "C"),
     "mixer.conv1d.bias": ("x", "B", "C"),
 }
+# since core 0.19 the convolutions are parameters of the mixer
+EARLIER_NAMES = {
+    "mixer.conv1d_weight": "mixer.conv1d.weight",
+    "mixer.conv1d_bias": "mixer.conv1d.bias",
+}
 States = Mapping[str, Tensor]  # weight and optimizer state of a tensor, by the beginning of its key
 
 
@@ -33,6 +38,7 @@ def with_parts(tensors: Mapping[str, States]) -> dict[str, States]:
     Raises:
         ValueError: the tensors of a layer do not fit each other.
     """
+    tensors = {earlier_name(name): states for name, states in tensors.items()}
     divided: dict[str, States] = {}
     for name, states in tensors.items():
         joined = [ending for ending in PARTS if name.endswith(ending)]
@@ -44,6 +50,18 @@ def with_parts(tensors: Mapping[str, States]) -> dict[str, States]:
         rows = {part: lengths[part] for part in PARTS[ending]}
         divided |= divided_states(name, states, rows=rows)
     return divided
+
+
+def earlier_name(name: str) -> str:
+    """The name of a tensor before core 0.19.
+
+    >>> earlier_name("decoder.layers.0.mixer.conv1d_bias")
+    'decoder.layers.0.mixer.conv1d.bias'
+    """
+    for new, earlier in EARLIER_NAMES.items():
+        if name.endswith(new):
+            return name.removesuffix(new) + earlier
+    return name
 
 
 def part_lengths(tensors: Mapping[str, States], layer: str) -> dict[str, int]:

@@ -9,7 +9,13 @@ import torch
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import Extent, StoredTensor
-from nanotrain.interop.megatron.buckets import BucketState, Layout, find_buffers, has_buckets
+from nanotrain.interop.megatron.buckets import (
+    BucketState,
+    Layout,
+    find_buffers,
+    has_buckets,
+    module_orders,
+)
 from nanotrain.interop.megatron.placement import Placement
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import LLAMA
@@ -180,3 +186,13 @@ def test_layers_of_virtual_stages() -> None:
     layout = Layout.from_arguments(arguments, 8)
     stages = [layout.layers(stage, chunk) for stage in range(2) for chunk in range(2)]
     assert [list(layers) for layers in stages] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+def test_convolutions_of_mamba_are_before_the_others_since_0_19() -> None:
+    layout = Layout.from_arguments(ARGUMENTS, num_layers=2)
+    earlier, later = module_orders(layout, has_mamba=True)
+    assert module_orders(layout, has_mamba=False) == [earlier]
+    convolutions = [order for order in later if "mixer.conv1d.weight.x" in order]
+    assert later[:1] == convolutions and later[1][0] == "mixer.conv1d.bias.x"
+    assert later[2] == "mixer.dt_bias" and earlier[0] == "mixer.dt_bias"
+    assert sorted(map(str, later)) == sorted(map(str, earlier))

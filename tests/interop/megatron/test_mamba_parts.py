@@ -36,6 +36,13 @@ def test_parts_follow_one_another_with_their_state():
     assert found[f"{LAYER}mixer.conv1d.bias.C"][""].tolist() == [10, 11, 12, 13]
 
 
+def test_names_of_later_versions_are_read_as_the_earlier_ones():
+    tensors = layer()
+    for kind in ("weight", "bias"):
+        tensors[f"{LAYER}mixer.conv1d_{kind}"] = tensors.pop(f"{LAYER}mixer.conv1d.{kind}")
+    assert with_parts(tensors).keys() == with_parts(layer()).keys()
+
+
 def test_a_model_without_mamba_is_as_it_was():
     tensors = {"a": {"": torch.ones(2)}, "b.in_proj.weight": {"": torch.ones(3)}}
     assert with_parts(tensors) == tensors
