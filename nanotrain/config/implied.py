@@ -102,7 +102,7 @@ def implied_yarn(model_config: ModelConfig, line: CommandLine) -> Iterator[Impli
     """MLA rotates by YaRN unless `--rope-type rope` is set.
 
     Raises:
-        ConfigError: it would with learned positions.
+        ConfigError: YaRN is set for learned positions.
     """
     yarn = model_config.yarn
     if not model_config.multi_latent_attention or yarn is None:

@@ -51,8 +51,8 @@ def router_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the inputs [T, H] in their dtype, and of the weight [E, H] in fp32.
 
-    In bf16 the products are those of tensor cores: the fp32 gradient is a sum of two bf16 matrices,
-    and the other operand is bf16 already. A value is wrong by 2^-17 at most, where TF32
+    In bf16, tensor cores compute the products: the fp32 gradient is a sum of two bf16 matrices, and
+    the other operand is bf16 already. A value is wrong by 2^-17 at most, where TF32
     rounds by 2^-11, and bf16 by 2^-8. fp16 has too few exponents for it.
 
     Args:

@@ -38,7 +38,7 @@ class _PerToken(torch.autograd.Function):
 
 
 def per_token(weight: Tensor, x: Tensor, *, blocks: UnitBlocks) -> Tensor:
-    """[H] -> the shape of x, [B, S, H] or [B, S, heads, H]."""
+    """[H] -> the shape of x, [B, S, H] or [B, S, heads, H]; the gradient is an exact sum."""
     num_addends = blocks.num_tokens * (blocks.num_heads if x.ndim > 3 else 1)
     out: Tensor = _PerToken.apply(weight, x.shape, num_addends)
     return out

@@ -38,22 +38,22 @@ EXP = InWholeVectors(torch.exp)
 
 
 class _InOneForm(torch.autograd.Function):
-    """A tensor that is contiguous from an aligned address on, as its gradient is."""
+    """Make a tensor and its gradient contiguous from an aligned address on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """A copy if need be."""
+        """x, or a copy of it that is contiguous and aligned."""
         return in_one_form(x).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Likewise."""
+        """The gradient, or a copy of it that is contiguous and aligned."""
         return in_one_form(grads[0])
 
 
 @dataclass(frozen=True)
 class GroupedScan:
-    """A scan of one sample and one group of heads at a time.
+    """A scan that is called for one sample and one group of heads at a time.
 
     Args:
         scan: inputs -> outputs [B, S, N, P].
@@ -62,7 +62,7 @@ class GroupedScan:
     scan: Callable[[DeltaInputs], Tensor]
 
     def __call__(self, inputs: DeltaInputs) -> Tensor:
-        """[B, S, N, P]."""
+        """The outputs [B, S, N, P] of all samples and heads."""
         outputs = []
         for sample in _samples_of(inputs):
             groups = [_InOneForm.apply(self.scan(group)) for group in _groups_of(sample)]
@@ -140,7 +140,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _taps_of(window: Tensor, masks: Tensor | None, *, num_taps: int) -> list[Tensor]:
-    """The tokens [B, S, D] that every tap reads; those of other documents are zeros."""
+    """The tokens [B, S, D] that every tap reads; tokens of other documents are zeros."""
     length = window.shape[1] - num_taps + 1
     taps = []
     for k in range(num_taps):
@@ -178,7 +178,7 @@ class InvariantMamba:
     def prepare_scan(
         self, x: Tensor, B: Tensor, *, C: Tensor, dt: Tensor, context: LayerContext
     ) -> tuple[Tensor, ...]:
-        """`Mamba2.prepare_scan`."""
+        """`Mamba2.prepare_scan` with softplus and exp in whole vectors."""
         layer = self.layer
         dtype = accumulate_dtype(x)
         bias = per_token(layer.step_bias, dt, blocks=self.blocks).to(dtype)
@@ -201,13 +201,13 @@ class InvariantMamba:
         step: Tensor,
         starts: Tensor | None,
     ) -> Tensor:
-        """`Mamba2.run_scan`."""
+        """`Mamba2.run_scan` with an exact sum for the gradient of the skip."""
         skip = per_token(self.layer.skip, step[..., 0], blocks=self.blocks).to(decay.dtype)
         inputs = DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts)
         return self.layer.scan(inputs) + x * skip[..., None]
 
     def gate_output(self, y: Tensor, z: Tensor) -> Tensor:
-        """`Mamba2.gate_output`."""
+        """`Mamba2.gate_output` with an exact sum for the gradient of the norm's weight."""
         layer = self.layer
         gated = y.flatten(2) * SILU(z.to(y.dtype))
         if layer.norm is None:
@@ -218,7 +218,7 @@ class InvariantMamba:
 
 
 def use_grouped_scan(layer: Mamba2, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Let a layer of Mamba-2 scan groups apart; its forward."""
+    """Change a layer of Mamba-2 to scan one group at a time; returns its forward."""
     assert not layer.value_conv.communicates, "states are not passed between ranks"
     functions: Any = InvariantMamba(layer, blocks)
     layer.scan = GroupedScan(layer.scan)
@@ -260,7 +260,7 @@ class InvariantDeltaNet:
 
 
 def use_grouped_rule(layer: GatedDeltaNet, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Let a gated DeltaNet apply its rule to groups apart; its forward."""
+    """Change a gated DeltaNet to scan one group at a time; returns its forward."""
     assert not layer.value_conv.communicates, "states are not passed between ranks"
     functions: Any = InvariantDeltaNet(layer, blocks)
     layer.scan = GroupedScan(layer.scan)

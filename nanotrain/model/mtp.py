@@ -32,7 +32,7 @@ from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
 
 
 def for_repeated_layer(model_config: ModelConfig) -> ModelConfig:
-    """The configuration of a block that is applied several times: a balance loss counts once.
+    """The configuration of a block; if it is applied several times, its balance loss counts once.
 
     Source: Megatron-LM, `router.py`, which divides it by mtp_num_layers.
     """

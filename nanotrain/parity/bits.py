@@ -3,10 +3,10 @@
     train one rank and N ranks   `Step`: hidden states after every part of a layer and their
                                  gradients, gradients and weights, loss and gradient norm
     in the order of a step       forward by layer, loss, backward by layer, gradients, norm, weights
-    first_difference             the first of one rank whose bits another rank has otherwise
+    first_difference             the first tensor that has other bits in the layout
 
-Hidden states are compared by sample and position: a rank has those of its samples, with cp and
-sequence parallelism some of their positions, and with pipelines some layers.
+Hidden states are compared by sample and position: a rank has its samples, with cp and sequence
+parallelism some of their positions, and with pipelines some layers.
 """
 
 import json
@@ -46,7 +46,7 @@ class Hidden(NamedTuple):
     """Hidden states of one microbatch on one rank, or their gradient."""
 
     samples: Tensor  # [B] int64
-    positions: Tensor  # [S'] int64, those of the rank
+    positions: Tensor  # [S'] int64, in the full sequence
     values: Tensor  # [B, S', H]
 
 
@@ -56,7 +56,7 @@ Boxes = dict[TensorBox, Tensor]
 
 @dataclass
 class Step:
-    """What one rank has computed in a step.
+    """The results of one rank in a step.
 
     Attributes:
         forward, backward: hidden states after parts of layers and their gradients, by name, in
@@ -74,12 +74,12 @@ class Step:
 
 @dataclass(frozen=True)
 class BitReport:
-    """The result: the first difference in words, or none."""
+    """The result of the comparison."""
 
-    world_size: int
+    world_size: int  # ranks of the layout
     num_steps: int
-    num_tensors: int  # of one rank
-    difference: str
+    num_tensors: int  # tensors that were compared
+    difference: str  # the first difference in words; empty if all bits are equal
 
     @property
     def holds(self) -> bool:
@@ -91,7 +91,7 @@ class BitReport:
         return json.dumps(asdict(self) | {"holds": self.holds}, indent=2)
 
     def text(self) -> str:
-        """The report."""
+        """The report for a terminal."""
         steps = count_of(self.num_steps, "step")
         if self.difference:
             return f"NOT EQUAL: {self.difference}"
@@ -123,11 +123,12 @@ def check_bits(loaded: Loaded, world_size: int, *, num_steps: int) -> BitReport:
 
 
 def _topology(config: Config, world_size: int) -> Topology:
+    """The topology of a configuration; TopologyError if its layout does not fit the ranks."""
     return Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
 
 
 def small_configs(loaded: Loaded, world_size: int, *, num_steps: int) -> tuple[Config, Config]:
-    """The shrunk form of a configuration, and the same for one rank, both valid.
+    """The shrunk form of a configuration in its layout and on one rank; checks both.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -181,9 +182,9 @@ def _train_step(run: Run, step: Step) -> None:
 
 
 class _HiddenRecorder:
-    """Records the outputs of each layer and of each part of it, and the gradients of them.
+    """Records outputs of layers and of their parts, and the gradients of these outputs.
 
-    A recomputed forward adds nothing, so outputs that are recomputed have no gradients here.
+    A recomputed forward records nothing, so recomputed outputs have no recorded gradients.
 
     Args:
         context: context of this rank.
@@ -216,7 +217,7 @@ class _HiddenRecorder:
                         observe(child, f"{name}.{part}")
 
     def _record_output(self, name: str, out: Tensor, *, context: BatchContext) -> None:
-        """Record an output, and its gradient when there is one."""
+        """Record an output now, and its gradient once a backward computes it."""
         samples = context.batch.sample_ids
         assert samples is not None, "the loader numbers samples"
         known = self.step.forward.setdefault(name, [])
@@ -233,7 +234,7 @@ class _HiddenRecorder:
         out.register_hook(add_gradient)
 
     def _positions(self, values: Tensor, context: BatchContext) -> Tensor:
-        """The positions of hidden states [B, S', H] in their sequences."""
+        """[S'] int64, the positions of hidden states [B, S', H] in the full sequence."""
         positions = context.sequence_positions
         if positions is None:
             positions = torch.arange(context.batch.tokens.shape[1])
@@ -244,7 +245,7 @@ class _HiddenRecorder:
 
 
 def first_difference(reference: Sequence[Step], records: Sequence[Sequence[Step]]) -> str:
-    """The first tensor of one rank that a rank of the layout has with other bits; empty if none.
+    """The first tensor of one rank that has other bits in the layout, in words; empty if none.
 
     Args:
         reference: steps of one rank.
@@ -258,14 +259,14 @@ def first_difference(reference: Sequence[Step], records: Sequence[Sequence[Step]
 
 
 class Comparison(NamedTuple):
-    """One tensor of one rank beside those of the layout."""
+    """The comparison of a tensor of one rank with the tensors of the layout."""
 
     name: str
     difference: str  # empty if the bits are equal
 
 
 def _comparisons(step: Step, others: Sequence[Step]) -> Iterator[Comparison]:
-    """The tensors of a step in the order in which they are computed."""
+    """Compare the tensors of a step, in the order in which they are computed."""
     for name, hidden in step.forward.items():
         held = [other.forward.get(name, []) for other in others]
         yield Comparison(f"output of {name}", _hidden_difference(hidden, held))
@@ -281,7 +282,7 @@ def _comparisons(step: Step, others: Sequence[Step]) -> Iterator[Comparison]:
 
 
 def _hidden_difference(hidden: Sequence[Hidden], by_rank: Sequence[Sequence[Hidden]]) -> str:
-    """Where hidden states of a rank differ from those of one rank."""
+    """The first place, in words, where the layout has other hidden states; empty if none."""
     expected: dict[int, Tensor] = {}
     for samples, _, values in hidden:
         expected |= dict(zip(samples.tolist(), values, strict=True))
@@ -300,7 +301,7 @@ def _hidden_difference(hidden: Sequence[Hidden], by_rank: Sequence[Sequence[Hidd
 
 
 def _number_difference(expected: float, by_rank: Sequence[float]) -> str:
-    """Which rank has another number."""
+    """The first rank with another number, in words; empty if none."""
     for rank, number in enumerate(by_rank):
         if number != expected:
             return f"{number!r} on rank {rank} beside {expected!r}"
@@ -310,7 +311,7 @@ def _number_difference(expected: float, by_rank: Sequence[float]) -> str:
 def _box_comparisons(
     what: str, expected: Boxes, *, by_rank: Sequence[Boxes]
 ) -> Iterator[Comparison]:
-    """Gradients or weights, by name."""
+    """Compare gradients or weights, tensor by tensor."""
     full: dict[str, Tensor] = {}
     for box, tensor in expected.items():
         total = full.setdefault(box.name, tensor.new_zeros(box.shape))
@@ -327,15 +328,15 @@ def _box_comparisons(
 
 
 class _Difference(NamedTuple):
-    """Elements with other bits."""
+    """The elements of a tensor that have other bits."""
 
-    number: str  # how many there are
-    values: str  # the first of them
-    first: tuple[int, ...]  # its index
+    number: str  # their number, in words
+    values: str  # both values of the first such element, in words
+    first: tuple[int, ...]  # the index of that element
 
 
 def _difference(tensor: Tensor, expected: Tensor) -> _Difference | None:
-    """The elements of two tensors whose bits differ; NaN equals NaN, 0.0 does not equal -0.0."""
+    """The elements of two tensors whose bits differ, as of 0.0 and -0.0; None if all are equal."""
     dtype = INTEGERS[tensor.itemsize]
     differs = tensor.contiguous().view(dtype) != expected.contiguous().view(dtype)
     if not bool(differs.any()):

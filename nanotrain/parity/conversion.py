@@ -256,7 +256,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set_kind(folder: Path, family: str) -> None:
-    """Write the `model_type` into config.json: a class may belong to several."""
+    """Write the `model_type` into config.json, as several families may share a class."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"model_type": family}))

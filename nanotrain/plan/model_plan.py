@@ -51,7 +51,7 @@ class StagePlan:
     buffers: tuple[BufferPlan, ...]
     # indices of its layers of multi-token prediction, which follow the model's
     mtp_layers: range = range(0)
-    mtp_predictions: tuple[int, ...] = ()  # the layer of every prediction further
+    mtp_predictions: tuple[int, ...] = ()  # the layer of each further prediction
 
 
 @dataclass(frozen=True)

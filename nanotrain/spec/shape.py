@@ -363,7 +363,7 @@ class ModelShape:
 
     @property
     def mtp_predictions(self) -> tuple[int, ...]:
-        """The layer of every prediction further: each once, or the same one every time."""
+        """The layer of each further prediction: every layer once, or one layer each time."""
         if self.num_mtp_layers == self.num_mtp_predictions:
             return tuple(self.mtp_layers)
         return (self.num_layers,) * self.num_mtp_predictions

@@ -8,7 +8,7 @@ OF_SEVERAL_PASSES = {"global_aux_loss", "quantile_balancing"}
 
 
 def check_repeated_layer(c: Settings) -> Errors:
-    """What a layer that runs several times in a pass cannot have."""
+    """A layer that runs several times in a pass excludes some settings."""
     number = c.mtp.num_layers or 0
     if not c.mtp.use_repeated_layer or number < 2:
         return

@@ -285,6 +285,7 @@ def _find_data(view: memoryview, *, nbytes: int) -> memoryview:
     if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
         raise ValueError("a chunk is not one plain tensor")
     start = entries[0].header_offset
+    # a local header of ZIP ends with the lengths of the name and of extra fields, 2 bytes each
     header = bytes(view[start : start + LOCAL_HEADER_BYTES])
     name_bytes = int.from_bytes(header[26:28], "little")
     extra_bytes = int.from_bytes(header[28:30], "little")

@@ -163,7 +163,7 @@ if triton is not None:
     def _add_halves(
         total: tl.tensor, out: tl.tuple, expert: tl.tensor, rows: tl.tensor, is_row: tl.tensor
     ) -> None:
-        """Add the sums of a tile to the values there, half of the columns at a time.
+        """Add the sums of a tile to the values of `out`, half of the columns at a time.
 
         Registers suffice for one half of the values besides the sums.
         """

@@ -144,7 +144,7 @@ def attention_operators(s: LayerSizes) -> Operators:
 
 
 def _value_norm(s: LayerSizes, *, groups: int) -> Norm:
-    """The norm of values, which keeps them as projected; projected keys are kept by their norm."""
+    """The norm of values, which saves its input, unless the norm of keys has saved it already."""
     numel = s.tokens * groups * s.shape.value_head_dim
     saves: tuple[Saved, ...] = (Saved(s.tokens * groups * FP32),)
     if not (s.shape.attention_k_eq_v and s.shape.has_qk_norm):
