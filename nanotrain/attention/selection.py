@@ -171,7 +171,7 @@ class KeptSelection:
         return replace(self, positions=self.positions.chunk(num_calls, dim=1)[number])
 
     def keep(self, positions: Tensor) -> None:
-        """The earlier layer keeps it."""
+        """Keep nothing: the layer that selected the keys keeps them."""
 
     def select(self, rows: slice, may_attend: Tensor) -> tuple[Tensor, None]:
         """The selected keys [B, rows, keys] bool of some queries; there are no scores."""

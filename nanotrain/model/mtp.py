@@ -110,7 +110,8 @@ class MTPLayer(nn.Module):
 
         Returns:
             hidden states for the next layer, and for every prediction the summed cross-entropy of
-            unmasked target tokens, an fp32 scalar: FSDP keeps what returns one until its backward.
+            unmasked target tokens, an fp32 scalar. FSDP keeps the weights of a module that returns
+            a scalar until its backward.
         """
         losses = []
         for batch, sum_loss in zip(batches, sum_losses, strict=True):

@@ -200,7 +200,7 @@ class BucketState:
         return target
 
     def _read_piece(self, key: str, start: int, *, piece: Box, box: Box) -> Tensor:
-        """A box of a piece that begins at an element of a bucket; whole rows of it are read."""
+        """A box of a piece that begins at element `start` of a bucket; reads full rows of it."""
         dims = [dim for dim, size in enumerate(piece.shape) if size != 1]
         inner = box.within(piece)
         row_dim = dims[0] if dims else 0
