@@ -6,7 +6,7 @@ figures_of           parameters, memory and time on a number of GPUs
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
@@ -155,12 +155,19 @@ def meaning_of_flags(arguments: Sequence[Argument], *, program: str = "") -> Mea
     with errors:
         line = parse([*words, "--megatron-defaults"])
         loaded = compose_line(line, errors=errors)
-        meaning.config = loaded.config
+        if has_sizes(loaded.explicit):
+            meaning.config = loaded.config
         collect_errors(loaded.config, to_train=True, errors=errors, unreadable=loaded.unreadable)
         meaning.add_notes(loaded.notes)
     meaning.refuse(errors)
     complete_vocabulary(meaning, FlagValues.of(arguments))
     return meaning
+
+
+def has_sizes(explicit: Collection[str]) -> bool:
+    """Whether flags set the sizes of a model, by their keys; else those of a default would show."""
+    has_layers = not {"model.num_layers", "model.hybrid_layer_pattern"}.isdisjoint(explicit)
+    return has_layers and "model.hidden_size" in explicit
 
 
 def without_references(text: str) -> str:

@@ -64,6 +64,15 @@ def test_a_file_of_corpora_is_not_read():
     assert meaning.refused == [] and len([n for n in meaning.notes if "is not read" in n]) == 2
 
 
+def test_a_model_without_sizes_is_not_that_of_a_default():
+    for flags in ("--num-layers 4 --bf16", "--hidden-size 64 --num-attention-heads 4"):
+        meaning = meaning_of(flags)
+        assert meaning.config is None
+        assert any("no flag sets" in reason for reason in meaning.refused)
+    sized = meaning_of(f"{TINY.replace('--num-layers 4', '')} --hybrid-layer-pattern M-M*")
+    assert sized.config is not None and sized.config.model.num_layers == 4
+
+
 def test_another_value_of_what_is_always_so_has_no_counterpart():
     meaning = meaning_of(f"{TINY} --distributed-backend mpi")
     assert list(meaning.without_counterpart.values()) == [["--distributed-backend mpi"]]
