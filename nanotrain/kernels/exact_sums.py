@@ -38,13 +38,15 @@ SQUARES_AT_ONCE = 2**16  # 512 KiB in fp64, which stay in the cache
 
 
 def in_one_form(operand: Tensor) -> Tensor:
-    """A product's operand, contiguous from an aligned address on.
+    """A product's operand, contiguous or transposed, from an aligned address on.
 
     The kernel, and with it the bits, can depend on strides and on where a tensor begins.
     """
-    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
-        return operand
-    return operand.clone(memory_format=torch.contiguous_format)
+    is_transposed = operand.stride(-2) == 1 and operand.shape[-1] > 1
+    matrix = operand.mT if is_transposed else operand
+    if operand.data_ptr() % ALIGNMENT != 0 or not matrix.is_contiguous():
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.mT if is_transposed else matrix
 
 
 def to_grid(values: Tensor) -> Tensor:
@@ -62,13 +64,18 @@ def exact_sum(units: Tensor, *, dims: Sequence[int], num_addends: int) -> Tensor
             too large then does not depend on the layout.
     """
     total = units.sum(tuple(dims), dtype=torch.float64)
-    return total + nan_if_inexact(units, num_addends=num_addends)
+    return total + nan_if_inexact(largest_magnitude(units), num_addends=num_addends)
 
 
-def nan_if_inexact(units: Tensor, *, num_addends: int) -> Tensor:
-    """NaN if addends as large as the largest of these may have no exact sum, else 0; fp64."""
+def largest_magnitude(units: Tensor) -> Tensor:
+    """The largest absolute value, a scalar."""
     smallest, largest = units.aminmax()
-    worst = torch.maximum(largest, -smallest).double()
+    return torch.maximum(largest, -smallest)
+
+
+def nan_if_inexact(magnitude: Tensor, *, num_addends: int) -> Tensor:
+    """0, or NaN if so many addends of up to this size have no exact sum, an fp64 scalar."""
+    worst = magnitude.double()
     zero = torch.zeros_like(worst)
     return zero.masked_fill(~(worst * num_addends <= MOST_UNITS), torch.nan)
 

@@ -41,6 +41,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
 )
 from nanotrain.parallel.tp.invariant import (
     UnitBlocks,
+    in_blocks,
     multiply,
     sum_over_blocks,
     weight_gradient,
@@ -76,11 +77,6 @@ class ProductBlocks:
     group: Group = Group.single_rank("etp")
     is_row: bool = False
 
-    @property
-    def dim(self) -> int:
-        """The dim of a weight [O, I] that has blocks."""
-        return 1 if self.is_row else 0
-
     def sum_once(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The sum of the blocks of all ranks, on the first rank."""
         total = sum_over_blocks(parts, self.group).to(dtype)
@@ -88,29 +84,31 @@ class ProductBlocks:
 
     def multiply(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """[n, b, I], [O, I] -> [n, b, O]."""
-        matrices = matrix.chunk(self.num_blocks, dim=self.dim)
         if self.is_row:
-            inputs = rows.chunk(self.num_blocks, dim=2)
-            pairs = zip(inputs, matrices, strict=True)
+            inputs = in_blocks(rows, self.num_blocks)
+            pairs = zip(inputs, in_blocks(matrix, self.num_blocks), strict=True)
             return self.sum_once([multiply(part, block.t()) for part, block in pairs], rows.dtype)
+        matrices = matrix.chunk(self.num_blocks)
         return torch.cat([multiply(rows, block.t()) for block in matrices], dim=2)
 
     def input_gradient(self, grad: Tensor, matrix: Tensor) -> Tensor:
         """[n, b, O], [O, I] -> [n, b, I]."""
-        matrices = matrix.chunk(self.num_blocks, dim=self.dim)
         if self.is_row:
+            matrices = in_blocks(matrix, self.num_blocks)
             return torch.cat([multiply(grad, block) for block in matrices], dim=2)
-        pairs = zip(grad.chunk(self.num_blocks, dim=2), matrices, strict=True)
+        grads = in_blocks(grad, self.num_blocks)
+        pairs = zip(grads, matrix.chunk(self.num_blocks), strict=True)
         return self.sum_once([multiply(part, block) for part, block in pairs], grad.dtype)
 
     def weight_gradient(self, scaled: Tensor, rows: Tensor) -> Tensor:
         """[n, b, O] in units of the grid, [n, b, I] -> [O, I] fp64 in units."""
-        blocked = rows if self.is_row else scaled
-        parts = []
-        for block in blocked.chunk(self.num_blocks, dim=2):
-            operands = (scaled, block) if self.is_row else (block, rows)
-            parts.append(weight_gradient(*operands, num_addends=self.num_addends))
-        return torch.cat(parts, dim=self.dim)
+        if self.is_row:
+            inputs = in_blocks(rows, self.num_blocks)
+            total = weight_gradient(scaled[None], inputs, num_addends=self.num_addends)
+            return total.movedim(0, 1).flatten(1)
+        grads = in_blocks(scaled, self.num_blocks)
+        total = weight_gradient(grads, rows[None], num_addends=self.num_addends)
+        return total.flatten(0, 1)
 
 
 class _Products(torch.autograd.Function):

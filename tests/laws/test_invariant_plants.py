@@ -51,13 +51,14 @@ def plain_token_sum(values: Tensor, *, num_addends: int) -> Tensor:
 
 
 def one_product(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
-    """A weight gradient of all tokens at once."""
-    return (scaled.flatten(0, 1).t() @ rows.flatten(0, 1)).double()
+    """Weight gradients of all tokens at once."""
+    grads = scaled.flatten(1, 2).mT
+    return (grads @ rows.flatten(1, 2)).double()
 
 
 def in_fp32(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
-    """A weight gradient whose blocks are added in fp32."""
-    return torch.bmm(scaled.transpose(1, 2), rows).sum(0).double()
+    """Weight gradients whose blocks are added in fp32."""
+    return (scaled.mT @ rows).sum(1).double()
 
 
 def one_block_of_rows(blocks: layers.UnitBlocks, x: Tensor) -> Tensor:

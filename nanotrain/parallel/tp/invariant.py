@@ -39,9 +39,9 @@ from nanotrain.comm.collectives import start_all_gather
 from nanotrain.comm.group import Group
 from nanotrain.kernels.exact_sums import (
     UNITS,
-    exact_sum,
     from_units,
     in_one_form,
+    largest_magnitude,
     nan_if_inexact,
     token_sum,
     tree_sum,
@@ -53,7 +53,7 @@ from nanotrain.parallel.tp.region import LayerFunctions, TensorParallel
 # computed in fp32.
 MIN_16_BIT_PRODUCT = 16**3
 PRODUCT_ALIGNMENT = 16  # bytes
-PRODUCTS_AT_ONCE = 2**22  # elements of weight gradients before they are summed
+PRODUCTS_AT_ONCE = 2**18  # elements of weight gradients before they are summed, in the cache
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,38 @@ class UnitBlocks:
 
 
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
-    """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape."""
+    """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape.
+
+    Operands lie in memory as they are or transposed, in every layout alike.
+    """
+    num_rows, length, num_inputs = rows.shape
     num_outputs = matrix.shape[-1]
     # The kernel, and with it the bits, can depend on where the operands and the result of a product
     # lie. Products of a batch follow one another, so their rows are filled up with zeros.
     unit = PRODUCT_ALIGNMENT // rows.itemsize
-    padded_inputs = -rows.shape[2] % unit
+    padded_inputs = -num_inputs % unit
     padded_outputs = -num_outputs % unit
     if padded_inputs:
         rows = F.pad(rows, (0, padded_inputs))
     if padded_inputs or padded_outputs:
         matrix = F.pad(matrix, (0, padded_outputs, 0, padded_inputs))
     rows = in_one_form(rows)
-    matrices = in_one_form(matrix).expand(len(rows), -1, -1)
-    is_small = rows.shape[1] * matrix.shape[-1] * matrix.shape[-2] <= MIN_16_BIT_PRODUCT
-    if rows.itemsize == 2 and is_small:
+    matrices = in_one_form(matrix)
+    if matrix.ndim == 2:
+        matrices = matrices.expand(num_rows, -1, -1)
+    numel = length * (num_inputs + padded_inputs) * (num_outputs + padded_outputs)
+    if rows.itemsize == 2 and numel <= MIN_16_BIT_PRODUCT:
         products = torch.bmm(rows.float(), matrices.float()).to(rows.dtype)
     else:
         products = torch.bmm(rows, matrices)
-    return products[..., :num_outputs].contiguous()
+    if padded_outputs:
+        return products[..., :num_outputs].contiguous()
+    return products
+
+
+def in_blocks(x: Tensor, num_blocks: int) -> Tensor:
+    """[..., O] -> [num_blocks, ..., O / num_blocks], contiguous."""
+    return x.unflatten(-1, (num_blocks, -1)).movedim(-2, 0).contiguous()
 
 
 def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:
@@ -118,13 +131,35 @@ def sum_over_blocks(parts: Sequence[Tensor], group: Group) -> Tensor:
 
 
 def weight_gradient(scaled: Tensor, rows: Tensor, *, num_addends: int) -> Tensor:
-    """[L, b, O] in units of the grid, [L, b, I] -> [O, I] fp64 in units, an `exact_sum`."""
-    step = max(1, PRODUCTS_AT_ONCE // (scaled.shape[2] * rows.shape[2]))
-    total = scaled.new_zeros((scaled.shape[2], rows.shape[2]), dtype=torch.float64)
-    for grads, inputs in zip(scaled.split(step), rows.split(step), strict=True):
-        products = multiply(grads.transpose(1, 2), inputs)
-        total += exact_sum(products.round_(), dims=(0,), num_addends=num_addends)
-    return total
+    """The gradients of blocks of a weight, one per block of outputs or of inputs.
+
+    Args:
+        scaled: [K or 1, L, b, O] in units of the grid.
+        rows: [K or 1, L, b, I].
+        num_addends: as in `exact_sum`.
+
+    Returns:
+        [K, O, I] fp64 in units, an `exact_sum`.
+    """
+    step = max(1, PRODUCTS_AT_ONCE // (scaled.shape[3] * rows.shape[3]))
+    num_rows = rows.shape[1]
+    num_blocks = max(scaled.shape[0], rows.shape[0])
+    grads = scaled.mT.expand(num_blocks, -1, -1, -1).unbind()
+    inputs = rows.expand(num_blocks, -1, -1, -1).unbind()
+    totals: list[Tensor] = []
+    magnitudes = []
+    for left, right in zip(grads, inputs, strict=True):
+        total: Tensor | None = None
+        for first in range(0, num_rows, step):
+            chunk = slice(first, first + step)
+            products = multiply(left[chunk], right[chunk]).round_()
+            part = products.sum(0, dtype=torch.float64)
+            total = part if total is None else total + part
+            magnitudes.append(largest_magnitude(products))
+        assert total is not None, "a batch has rows"
+        totals.append(total)
+    magnitude = torch.stack(magnitudes).amax()
+    return torch.stack(totals).add_(nan_if_inexact(magnitude, num_addends=num_addends))
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -164,25 +199,22 @@ class _ColumnParallel(torch.autograd.Function):
         num_blocks = ctx.blocks.local(tensor_parallel.group)
         trains_weights = ctx.needs_input_grad[4 : 4 + ctx.num_layers]
         trains_biases = ctx.needs_input_grad[4 + ctx.num_layers :]
+        grad_blocks = [in_blocks(ctx.blocks.rows(grad), num_blocks) for grad in grads]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            parts = _input_gradients(grads, weights, blocks=ctx.blocks, num_blocks=num_blocks)
+            parts = _input_gradients(grad_blocks, weights)
             total = sum_over_blocks(parts, tensor_parallel.group)
             full = total.view(*grads[0].shape[:2], -1).to(x.dtype)
             grad_x = tensor_parallel.local_slice(full)
-        rows = ctx.blocks.rows(tensor_parallel.start_enter(x).wait())
+        rows = ctx.blocks.rows(tensor_parallel.start_enter(x).wait())[None]
+        num_addends = ctx.blocks.num_rows
         grad_weights: list[Tensor | None] = []
-        for grad, is_trained in zip(grads, trains_weights, strict=True):
+        for blocked, is_trained in zip(grad_blocks, trains_weights, strict=True):
             if not is_trained:
                 grad_weights.append(None)
                 continue
-            scaled = ctx.blocks.rows(grad * UNITS)
-            num_addends = ctx.blocks.num_rows
-            parts = [
-                weight_gradient(part, rows, num_addends=num_addends)
-                for part in scaled.chunk(num_blocks, dim=2)
-            ]
-            grad_weights.append(from_units(torch.cat(parts)))
+            total = weight_gradient(blocked * UNITS, rows, num_addends=num_addends)
+            grad_weights.append(from_units(total).flatten(0, 1))
         grad_biases = [
             token_sum(grad, num_addends=ctx.blocks.num_tokens) if is_trained else None
             for grad, is_trained in zip(grads, trains_biases, strict=True)
@@ -190,17 +222,18 @@ class _ColumnParallel(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
-def _input_gradients(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], *, blocks: UnitBlocks, num_blocks: int
-) -> list[Tensor]:
-    """The gradient of the input [L, b, I] by each block of outputs, added over the layers."""
-    grad_rows = [blocks.rows(grad).chunk(num_blocks, dim=2) for grad in grads]
+def _input_gradients(grad_blocks: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of the input [L, b, I] by each block of outputs, added over the layers.
+
+    grad_blocks [K, L, b, O / K] and weight [O, I] of every layer.
+    """
+    num_blocks = len(grad_blocks[0])
     matrices = [weight.chunk(num_blocks) for weight in weights]
     parts = []
     for index in range(num_blocks):
-        part = multiply(grad_rows[0][index], matrices[0][index])
-        for rows, matrix in zip(grad_rows[1:], matrices[1:], strict=True):
-            part = part + multiply(rows[index], matrix[index])
+        part = multiply(grad_blocks[0][index], matrices[0][index])
+        for blocked, matrix in zip(grad_blocks[1:], matrices[1:], strict=True):
+            part = part.add_(multiply(blocked[index], matrix[index]))
         parts.append(part)
     return parts
 
@@ -222,8 +255,8 @@ class _RowParallel(torch.autograd.Function):
         ctx.blocks = blocks
         ctx.save_for_backward(x, weight)
         num_blocks = blocks.local(tensor_parallel.group)
-        inputs = blocks.rows(x).chunk(num_blocks, dim=2)
-        matrices = weight.chunk(num_blocks, dim=1)
+        inputs = in_blocks(blocks.rows(x), num_blocks)
+        matrices = in_blocks(weight, num_blocks)
         parts = [multiply(part, matrix.t()) for part, matrix in zip(inputs, matrices, strict=True)]
         total = sum_over_blocks(parts, tensor_parallel.group)
         full = total.view(*x.shape[:2], -1).to(x.dtype)
@@ -243,16 +276,14 @@ class _RowParallel(torch.autograd.Function):
         grad_x = None
         if needs_dgrad:
             grad_rows = ctx.blocks.rows(full)
-            parts = [multiply(grad_rows, part) for part in weight.chunk(num_blocks, dim=1)]
+            parts = [multiply(grad_rows, part) for part in in_blocks(weight, num_blocks)]
             grad_x = torch.cat(parts, dim=2).view(x.shape)
         grad_weight = None
         if trains_weight:
-            scaled = ctx.blocks.rows(full * UNITS)
-            inputs = ctx.blocks.rows(x).chunk(num_blocks, dim=2)
-            num_addends = ctx.blocks.num_rows
-            parts = [weight_gradient(scaled, part, num_addends=num_addends) for part in inputs]
-            grad_weight = torch.cat(parts, dim=1)
-            grad_weight = from_units(grad_weight)
+            scaled = ctx.blocks.rows(full * UNITS)[None]
+            inputs = in_blocks(ctx.blocks.rows(x), num_blocks)
+            total = weight_gradient(scaled, inputs, num_addends=ctx.blocks.num_rows)
+            grad_weight = from_units(total).movedim(0, 1).flatten(1)
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -310,7 +341,7 @@ class _Lookup(torch.autograd.Function):
         units = (grads[0] * UNITS).round_().masked_fill_(is_masked[..., None], 0.0)
         total = units.new_zeros((ctx.num_rows, units.shape[-1]), dtype=torch.float64)
         total.index_add_(0, rows.flatten(), units.flatten(0, -2).double())
-        total += nan_if_inexact(units, num_addends=ctx.num_addends)
+        total += nan_if_inexact(largest_magnitude(units), num_addends=ctx.num_addends)
         return from_units(total), None, None, None
 
 

@@ -24,6 +24,7 @@ from nanotrain.kernels.exact_sums import (
     LOSS_GRID,
     UNITS,
     from_units,
+    largest_magnitude,
     nan_if_inexact,
     on_grid,
     tree_sum,
@@ -119,7 +120,8 @@ class _CrossEntropy(torch.autograd.Function):
         on = on_grid(per_token.double(), LOSS_GRID)
         if targets.groups is not None and vocabulary.group.is_first:
             targets.groups.add(on.flatten(), mask.flatten().double(), chunk=slice(None))
-        ctx.fault = nan_if_inexact(on / LOSS_GRID, num_addends=vocabulary.blocks.num_tokens)
+        magnitude = largest_magnitude(on / LOSS_GRID)
+        ctx.fault = nan_if_inexact(magnitude, num_addends=vocabulary.blocks.num_tokens)
         return on.sum() + ctx.fault
 
     @staticmethod
@@ -129,10 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary: BlockedVocabulary = ctx.vocabulary
         num_blocks = vocabulary.blocks.local(vocabulary.group)
         needs_dgrad, trains_weight = ctx.needs_input_grad[:2]
-        totals = [
-            weight.new_zeros(part.shape, dtype=torch.float64)
-            for part in (weight.chunk(num_blocks) if trains_weight else ())
-        ]
+        total: Tensor | None = None
         scale = (grads[0] + ctx.fault).float()  # the step of such a loss is skipped
         grad_hidden = torch.empty_like(hidden) if needs_dgrad else None
         for sample in range(len(hidden)):
@@ -147,11 +146,14 @@ class _CrossEntropy(torch.autograd.Function):
                     multiply(grad, part)
                     for grad, part in zip(grad_logits, weight.chunk(num_blocks), strict=True)
                 ]
-                total = sum_over_blocks(parts, vocabulary.group)
-                grad_hidden[sample] = total.view(hidden.shape[1:])
-            for block, grad in zip(totals, grad_logits, strict=False):
-                block += weight_gradient(grad * UNITS, rows, num_addends=vocabulary.blocks.num_rows)
-        grad_weight = from_units(torch.cat(totals)) if trains_weight else None
+                grad_rows = sum_over_blocks(parts, vocabulary.group)
+                grad_hidden[sample] = grad_rows.view(hidden.shape[1:])
+            if trains_weight:
+                scaled = torch.stack(grad_logits) * UNITS
+                num_addends = vocabulary.blocks.num_rows
+                part = weight_gradient(scaled, rows[None], num_addends=num_addends)
+                total = part if total is None else total + part
+        grad_weight = None if total is None else from_units(total).flatten(0, 1)
         return grad_hidden, grad_weight, None, None
 
 
