@@ -208,8 +208,9 @@ def complete_null_vocabulary(result: Translation, line: CommandLine) -> None:
     """
     types = [argument.value for argument in line.megatron if argument.flag == TOKENIZER_TYPE]
     vocab_size = result.config.model.vocab_size
-    is_set = vocab_size is not None and "model.vocab_size" in result.explicit
-    if not is_set or types[-1:] != [NULL_TOKENIZER]:
+    if vocab_size is None or "model.vocab_size" not in result.explicit:
+        return
+    if types[-1:] != [NULL_TOKENIZER]:
         return
     source = f"command line: {TOKENIZER_TYPE} {NULL_TOKENIZER}"
     result.set("vocab_size", vocab_size + 1, source=source)
