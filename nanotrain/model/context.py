@@ -219,7 +219,8 @@ class LayerContext:
     # by router: tokens_per_expert to which it compares this microbatch; a recomputed forward reads
     # the counts of the first forward
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
-    dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # likewise, by token dispatcher
+    # likewise, by token dispatcher; every prediction of multi-token prediction has its own
+    dispatch_splits: dict[Any, Any] = field(default_factory=dict)
     # what layers keep for later layers, [B, S, ...] each; also of earlier stages
     state: dict[Source, tuple[Tensor, ...]] = field(default_factory=dict)
 

@@ -117,8 +117,10 @@ class MTPLayer(nn.Module):
         for batch, sum_loss in zip(batches, sum_losses, strict=True):
             embedded = self.drop_embedded(embed(batch.tokens), context.dropout)
             hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+            # a recomputed prediction sends its tokens by its own split sizes
+            own_context = replace(context, dispatch_splits={})
             for function in self.block_functions:
-                hidden = function(hidden, context)
+                hidden = function(hidden, own_context)
             hidden = self.final_norm(hidden)
             losses.append(sum_loss(hidden, batch))
         self.loss_sums += torch.stack(losses).detach()

@@ -27,7 +27,11 @@ STEPS, OPTIM = 2, {"lr": 3e-3, "adam_eps": 1e-5}
 
 
 def assert_row_trains_as_one_rank(
-    row: Row, models: dict[str, dict[str, Any]], *, data: dict[str, Any] | None = None
+    row: Row,
+    models: dict[str, dict[str, Any]],
+    *,
+    data: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
 ) -> None:
     """Train a row of a table of layouts and compare it with one rank.
 
@@ -35,12 +39,18 @@ def assert_row_trains_as_one_rank(
         row: of the table.
         models: the fields of each model by name.
         data: fields of the data section.
+        memory: fields of the memory section of the row; one rank has the default ones.
     """
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     train = {"micro_batch_size": micro_batch_size(num_ranks, sizes)}
     case = Case(STEPS).but(
-        train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
+        train=train,
+        optim=OPTIM,
+        parallel=parallel,
+        model=models[model],
+        data=data or {},
+        memory=memory or {},
     )
     outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(

@@ -2,6 +2,8 @@
 in its layers.
 """
 
+from typing import Any
+
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
@@ -72,6 +74,22 @@ LAYOUTS: list[Row] = [
 @pytest.mark.parametrize("row", LAYOUTS, ids=str)
 def test_multi_token_prediction_trains_as_on_one_rank(row: Row) -> None:
     assert_row_trains_as_one_rank(row, MODELS)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    ids=str,
+)
+def test_every_pass_of_a_repeated_layer_is_recomputed_with_its_own_rows(
+    memory: dict[str, Any],
+) -> None:
+    """Both predictions send rows by one dispatcher, in numbers of their own."""
+    row: Row = ("repeated experts", 2, {"strategy": "optim_grads", "ep": 2}, {})
+    assert_row_trains_as_one_rank(row, MODELS, memory=memory)
 
 
 AHEAD = {"overlap_param_gather": True}
