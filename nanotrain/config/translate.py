@@ -3,7 +3,6 @@
 check_flags       values of flags that only name fixed behaviour, and flags of missing features
 convert_flag      renames and conversions -> values of fields
 check_defaults, complete_width, complete_activation     --megatron-defaults
-complete_null_vocabulary                                the token that NullTokenizer adds
 notes             lines for the log: counted flags, defaults that differ
 
 `implied.py` has the settings that turn others on.
@@ -25,8 +24,6 @@ from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 
 UNFUSED_GELU = "--no-bias-gelu-fusion"
-TOKENIZER_TYPE = "--tokenizer-type"
-NULL_TOKENIZER = "NullTokenizer"
 
 
 @dataclass
@@ -66,8 +63,6 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    with errors:
-        complete_null_vocabulary(result, line)
     for argument in sorted(without_overruled_checks(line.megatron), key=order_of_conversion):
         with errors:
             convert_flag(result, argument)
@@ -199,25 +194,6 @@ def complete_width(result: Translation) -> None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
         source = "--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below"
         result.set("ffn_hidden_size", width, source=source)
-
-
-def complete_null_vocabulary(result: Translation, line: CommandLine) -> None:
-    """Add the end-of-document token that NullTokenizer has behind the tokens of --vocab-size.
-
-    Source: Megatron-LM, `null_tokenizer.py`.
-    """
-    types = [argument.value for argument in line.megatron if argument.flag == TOKENIZER_TYPE]
-    vocab_size = result.config.model.vocab_size
-    if vocab_size is None or "model.vocab_size" not in result.explicit:
-        return
-    if types[-1:] != [NULL_TOKENIZER]:
-        return
-    source = f"command line: {TOKENIZER_TYPE} {NULL_TOKENIZER}"
-    result.set("vocab_size", vocab_size + 1, source=source)
-    result.notes.append(
-        f"the vocabulary has {count_of(vocab_size + 1, 'token')}: {NULL_TOKENIZER} has one more "
-        f"than --vocab-size {vocab_size}, for the end of documents"
-    )
 
 
 def complete_activation(result: Translation, line: CommandLine) -> None:

@@ -232,19 +232,6 @@ def test_what_megatron_saves_is_named_where_it_is_not_saved():
     assert "2 flags tune parts of Megatron-LM that do not exist here" in notes
 
 
-def test_the_null_tokenizer_has_a_token_for_the_end_of_documents():
-    """As in Megatron-LM, `null_tokenizer.py`."""
-    line = "--tokenizer-type NullTokenizer --vocab-size 1024 +config=tiny --mock-data"
-    loaded_line = loaded(line)
-    assert loaded_line.config.model.padded_vocab_size == 1152
-    (note,) = [note for note in loaded_line.notes if "NullTokenizer" in note]
-    assert note.startswith("the vocabulary has 1,025 tokens: NullTokenizer has one more")
-    unset = loaded("--tokenizer-type NullTokenizer +config=llama7b --mock-data")
-    assert unset.config.model.vocab_size == loaded("+config=llama7b").config.model.vocab_size
-    other = loaded(line.replace("NullTokenizer", "HuggingFaceTokenizer"))
-    assert other.config.model.vocab_size == 1024
-
-
 def test_a_layout_with_more_stages_than_ranks_has_virtual_stages():
     result = loaded(
         "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L"
