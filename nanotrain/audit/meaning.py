@@ -16,7 +16,7 @@ from nanotrain.audit.sources import is_known
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.config import Config
 from nanotrain.config.flags import OWN_FLAGS, parse
-from nanotrain.config.hybrid_ratios import MAMBA_FLAGS
+from nanotrain.config.hybrid_ratios import IS_HYBRID
 from nanotrain.config.load import compose_line
 from nanotrain.config.megatron import row_of
 from nanotrain.config.rules.check import collect_errors, validate_for_world
@@ -44,9 +44,9 @@ OF_CHECKPOINT = (
 OF_FILE = ("--data-args-path", "--per-split-data-args-path")
 # programs whose models are Mamba-2 without a flag that says so
 MAMBA_PROGRAMS = ("pretrain_mamba", "pretrain_hybrid")
-# flags that say so, or what every layer is
+# flags that say so, or what every layer is; shares of layers may be 0
 NAMES_LAYERS = frozenset(
-    {*MAMBA_FLAGS, "--hybrid-layer-pattern", "--hybrid-override-pattern", "--spec"}
+    {IS_HYBRID, "--hybrid-layer-pattern", "--hybrid-override-pattern", "--spec"}
 )
 # beginnings of notes that say nothing about the model, its layout or its training
 SILENT_NOTES = ("--tensorboard is implied", "--wandb is implied", "--load null is implied")
@@ -149,8 +149,8 @@ def meaning_of_flags(arguments: Sequence[Argument], *, program: str = "") -> Mea
         if keep(argument, meaning):
             words += [argument.flag, *map(without_references, argument.values)]
     if any(name in program for name in MAMBA_PROGRAMS) and NAMES_LAYERS.isdisjoint(words):
-        words.append("--is-hybrid-model")
-        meaning.notes.append(f"{program} trains a model of Mamba-2: --is-hybrid-model is added")
+        words.append(IS_HYBRID)
+        meaning.notes.append(f"{program} trains a model of Mamba-2: {IS_HYBRID} is added")
     errors = ErrorCollector()
     with errors:
         line = parse([*words, "--megatron-defaults"])

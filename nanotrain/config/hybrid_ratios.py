@@ -10,8 +10,7 @@ from nanotrain.errors import ConfigError
 
 ATTENTION = "--hybrid-attention-ratio"
 MLP = "--hybrid-mlp-ratio"
-# any of these is a model of Mamba-2 layers; without shares all of them are
-MAMBA_FLAGS = (ATTENTION, MLP, "--is-hybrid-model")
+IS_HYBRID = "--is-hybrid-model"  # a model of Mamba-2 layers; without shares all of them are
 MAMBA_SPEC = "mamba_stack_spec"
 
 
@@ -54,19 +53,22 @@ def spaced(number: int, *, distance: float) -> list[bool]:
 def implied_pattern(model_config: ModelConfig, line: CommandLine) -> tuple[str, str] | None:
     """The pattern that Mamba-2 flags imply, and its reason.
 
-    None without such flags, and where the command line has a pattern.
+    None without such flags, and where the command line has a pattern. A share of 0 is
+    Megatron-LM's default, so alone it is no such flag.
 
     Raises:
         ConfigError: shares above 1, or a pattern with other shares.
     """
     texts = {argument.flag: argument.value for argument in line.megatron}
-    named = [flag for flag in MAMBA_FLAGS if flag in texts]
+    attention = share(ATTENTION, texts.get(ATTENTION, "0"))
+    mlp = share(MLP, texts.get(MLP, "0"))
+    named = [flag for flag, number in {ATTENTION: attention, MLP: mlp}.items() if number > 0]
+    if IS_HYBRID in texts:
+        named.append(IS_HYBRID)
     if MAMBA_SPEC in texts.get("--spec", ""):
         named.append("--spec")
     if not named:
         return None
-    attention = share(ATTENTION, texts.get(ATTENTION, "0"))
-    mlp = share(MLP, texts.get(MLP, "0"))
     if attention + mlp > 1:
         raise ConfigError(
             f"{ATTENTION} {attention:g} and {MLP} {mlp:g} are more than 1",

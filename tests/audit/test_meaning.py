@@ -50,6 +50,8 @@ def test_flags_without_a_counterpart_are_named_and_left_out():
     [
         ("--hybrid-attention-ratio 0.5", "pretrain_mamba.py", "M**M"),
         ("", "../pretrain_mamba.py", "MMMM"),
+        ("--hybrid-attention-ratio 0.0", "pretrain_mamba.py", "MMMM"),
+        ("--hybrid-attention-ratio 0.0", "pretrain_gpt.py", None),
         ("--hybrid-override-pattern M-M*", "pretrain_hybrid.py", "M-M*"),
         ("", "pretrain_gpt.py", None),
     ],

@@ -32,6 +32,10 @@ def test_patterns_are_those_of_megatron_core():
         ("--is-hybrid-model", "MMMMMMMMMM"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "MMMMMMMMMM"),
         ("--spec local", None),
+        # Megatron-LM's defaults, written out
+        ("--hybrid-attention-ratio 0.0 --hybrid-mlp-ratio 0.0", None),
+        ("--hybrid-attention-ratio 0.0 --is-hybrid-model", "MMMMMMMMMM"),
+        ("--hybrid-attention-ratio 0.0 --hybrid-mlp-ratio 0.3", "MM-MMM-MM-"),
         # as many layers of each kind, in another order
         (
             "--hybrid-attention-ratio 0.2 --hybrid-mlp-ratio 0.3 "
