@@ -75,6 +75,12 @@ def test_a_model_without_sizes_is_not_that_of_a_default():
     assert sized.config is not None and sized.config.model.num_layers == 4
 
 
+def test_a_flag_that_makes_every_layer_mamba_is_not_always_so():
+    meaning = meaning_of(f"{TINY} --is-hybrid-model")
+    assert meaning.config is not None and meaning.config.model.hybrid_layer_pattern == "MMMM"
+    assert meaning.always == []
+
+
 def test_another_value_of_what_is_always_so_has_no_counterpart():
     meaning = meaning_of(f"{TINY} --distributed-backend mpi")
     assert list(meaning.without_counterpart.values()) == [["--distributed-backend mpi"]]
