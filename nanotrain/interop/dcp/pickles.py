@@ -11,12 +11,19 @@ other name ends the read.
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
 
 from nanotrain.errors import CheckpointError
 from nanotrain.untrusted import MAX_DEPTH, open_file, plain_text, read_file, unreadable
@@ -141,11 +148,27 @@ def load_restricted(archive: Callable[[], Any], *, shown: str, is_mapped: bool =
         shown: its name in errors.
         is_mapped: map the tensors into memory.
     """
-    names = get_unsafe_globals_in_checkpoint(archive())
-    require_known(names, shown=shown)
-    classes: list[Any] = [(record_class(name), name) for name in names]
-    with safe_globals(classes):
-        return torch.load(archive(), map_location="cpu", weights_only=True, mmap=is_mapped)
+    with without_safe_globals():
+        names = get_unsafe_globals_in_checkpoint(archive())
+        require_known(names, shown=shown)
+        classes: list[Any] = [(record_class(name), name) for name in names]
+        with safe_globals(classes):
+            return torch.load(archive(), map_location="cpu", weights_only=True, mmap=is_mapped)
+
+
+@contextmanager
+def without_safe_globals() -> Iterator[None]:
+    """Forget in the block which classes this process allows in archives.
+
+    Imports of other programs allow theirs: megatron-core does for argparse.Namespace.
+    """
+    allowed = get_safe_globals()
+    clear_safe_globals()
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(allowed)
 
 
 def require_shallow(value: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.serialization import get_safe_globals, safe_globals
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.pickles import (
@@ -40,6 +41,15 @@ def test_a_namespace_is_a_record_with_its_attributes(tmp_path: Path) -> None:
     assert (attributes["num_layers"], attributes["dtype"]) == (2, torch.bfloat16)
     assert attributes["sent"].arguments == (15,)
     assert attributes_of(state["iteration"]) == {}
+
+
+def test_a_class_that_the_process_allows_is_a_record_too(tmp_path: Path) -> None:
+    """As after an import of megatron-core."""
+    torch.save({"args": argparse.Namespace(num_layers=2)}, tmp_path / "common.pt")
+    with safe_globals([argparse.Namespace]):
+        state = load_archive(tmp_path / "common.pt", shown="common.pt")
+        assert argparse.Namespace in get_safe_globals()
+    assert attributes_of(state["args"]) == {"num_layers": 2}
 
 
 @pytest.mark.parametrize("function", [os.system, eval, print, os.putenv, getattr])
