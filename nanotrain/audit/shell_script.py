@@ -116,7 +116,7 @@ def read_script(text: str, *, variables: Mapping[str, str]) -> Script:
 
 
 def without_placeholders(text: str) -> str:
-    """A script in which `<Specify path>` is the value of a variable that is not set.
+    r"""A script in which `<Specify path>` is the value of a variable that is not set.
 
     >>> without_placeholders("A=<your path>/x\npython p.py --save <your path>")
     '\npython p.py --save $your_path'

@@ -236,6 +236,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def _runs(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """The first byte and the byte after the last one of elements that lie side by side, in order.
 
+    >>> import torch
     >>> [*_runs(torch.empty(2, 3, dtype=torch.int8)[:, 1:])]
     [(1, 3), (4, 6)]
     """

@@ -303,6 +303,7 @@ OF_RUNS = (
     ),
     *(
         "train.eval_",
+        "train.full_validation",
         "train.exit_",
         "train.hang_",
         "train.max_consecutive",
