@@ -82,16 +82,24 @@ class Generations:
         world_size: number of ranks.
         timeout: for the ranks to join.
         max_restarts: restarts in place after which a fault ends the run.
+        become_first: called before this rank joins as the first of those that are left.
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, timeout: timedelta, max_restarts: int
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: timedelta,
+        max_restarts: int,
+        become_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.is_supervised = SUPERVISED in os.environ
         self.timeout = timeout
         self.max_restarts = max_restarts
+        self._become_first = become_first
         self._error: Exception | None = None  # that ended the last generation, if of this rank
         self._prefix = PREFIX
         self._meeting: Store | None = None  # kept, for it may serve the store
@@ -134,6 +142,8 @@ class Generations:
             members = self.store.members(number, self.world_size).ranks
             if self.rank not in members:
                 return None
+            if self.rank == members[0]:
+                self._become_first()
             decision = self._decision(number, num_ranks=len(members))
         if decision.error:
             raise self._final_error(decision)

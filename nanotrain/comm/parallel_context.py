@@ -54,14 +54,16 @@ class Launch:
     world_size: int = 1
     is_distributed: bool = False
     local_world_size: int = 1  # ranks of this machine
+    num_left_before: int = 0  # ranks before this one that have left the run
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Launch":
         """Read torchrun's variables; without them, a world of one rank.
 
         >>> address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-        >>> Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **address})
-        Launch(rank=3, local_rank=1, world_size=4, is_distributed=True, local_world_size=1)
+        >>> launch = Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **address})
+        >>> launch == Launch(3, 1, 4, is_distributed=True, local_world_size=1)
+        True
 
         Raises:
             EnvironmentFault: only some of the five are set, one has no such value, or they
@@ -90,30 +92,48 @@ class Launch:
         return cls(rank, local_rank, world_size, True, num_local)
 
     @property
-    def is_first_local(self) -> bool:
-        """Whether this is the first rank of its machine, also where lower ones have left the run.
+    def started_rank(self) -> int:
+        """The rank with which the process was started."""
+        return self.rank + self.num_left_before
 
-        They leave runs of one machine only.
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of those that are left."""
+        return self.rank == 0
+
+    @property
+    def took_over(self) -> bool:
+        """Whether this is the first rank because all before it have left the run."""
+        return self.is_first and self.num_left_before > 0
+
+    @property
+    def is_first_local(self) -> bool:
+        """Whether this is the first rank of its machine, of those that are left.
+
+        Ranks leave runs of one machine only.
         """
-        return 0 in (self.local_rank, self.rank)
+        return self.local_rank == 0 or self.took_over
 
     def among(self, members: Sequence[int]) -> "Launch":
         """The launch of a run that some ranks have left; this rank keeps its device.
 
-        >>> Launch(2, 2, 3, True, 3).among([0, 2])
-        Launch(rank=1, local_rank=2, world_size=2, is_distributed=True, local_world_size=2)
+        >>> launch = Launch(2, 2, 3, True, 3).among([0, 2])
+        >>> launch.rank, launch.started_rank, launch.local_rank, launch.world_size
+        (1, 2, 2, 2)
 
         Args:
-            members: the ranks that are left, ascending.
+            members: the ranks that are left, ascending, with the numbers of their starts.
         """
         if len(members) == self.world_size:
             return self
         num_ranks = len(members)
+        rank = members.index(self.started_rank)
         return replace(
             self,
-            rank=members.index(self.rank),
+            rank=rank,
             world_size=num_ranks,
             local_world_size=num_ranks,
+            num_left_before=self.started_rank - rank,
         )
 
 

@@ -1,6 +1,7 @@
 """What the ranks of a run noted when an attempt failed: failures/ and hang-report.json.
 
 RankFailure       the error that ended a rank, in failures/rank-00003.json
+Reporter          which process reports an error that all ranks raise
 recording         note the error of a block in the run folder
 HangRecord        the ranks that the others waited for, in hang-report.json
 read_failures, read_hang   both of a folder, without those of an earlier attempt
@@ -14,7 +15,7 @@ import json
 import platform
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,22 +91,46 @@ class HangRecord:
         write_text(folder / HANG, json.dumps(asdict(self)) + "\n")
 
 
-@contextmanager
-def recording(folder: Path, *, rank: int) -> Iterator[None]:
-    """Note the error of the block in a run folder that is there; the error goes on.
+@dataclass
+class Reporter:
+    """The part of this process in the report of an error that all ranks raise.
 
-    Args:
-        folder: run folder.
-        rank: rank of this process.
+    The first rank notes the error in the run folder, the first rank of a machine prints it at once.
     """
+
+    rank: int  # with which the process was started
+    is_first: bool
+    is_first_local: bool
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Reporter":
+        """Read torchrun's variables; values that are no ranks are refused later.
+
+        >>> Reporter.of({"RANK": "3", "LOCAL_RANK": "0"})
+        Reporter(rank=3, is_first=False, is_first_local=True)
+        """
+        text = environment.get("RANK", "0")
+        rank = int(text) if text.isdecimal() else 0
+        is_first_local = environment.get("LOCAL_RANK", "0") == "0"
+        return cls(rank, is_first=rank == 0, is_first_local=is_first_local)
+
+    def take_over(self) -> None:
+        """Report from now on: the ranks before this one have left a run of one machine."""
+        self.is_first = True
+        self.is_first_local = True
+
+
+@contextmanager
+def recording(folder: Path, reporter: Reporter) -> Iterator[None]:
+    """Note the error of the block in a run folder that is there; the error goes on."""
     try:
         yield
     except InUse:  # the folder is another run's
         raise
     except Exception as error:
         is_common = isinstance(error, NanotrainError) and not isinstance(error, LocalFault)
-        if rank == 0 or not is_common:
-            write_failure(folder, RankFailure.of(error, rank=rank))
+        if reporter.is_first or not is_common:
+            write_failure(folder, RankFailure.of(error, rank=reporter.rank))
         raise
 
 

@@ -7,8 +7,8 @@ Each runs on one rank.
          -> the rest in train/open_and_train.py
 
 A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by
-every rank, so local rank 0 prints first and the other ranks wait: torchrun ends them once it has
-exited. A rank that is still alive after the wait is the only one with the error and prints it.
+every rank, so the first rank of a machine prints and the others wait: torchrun ends them once it
+has exited. A rank that is still alive after the wait is the only one with the error and prints it.
 """
 
 import logging
@@ -33,7 +33,7 @@ from nanotrain.errors import (
     report,
 )
 from nanotrain.log import get_logger, start_logging
-from nanotrain.runs.failures import recording
+from nanotrain.runs.failures import Reporter, recording
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
 from nanotrain.runs.relayout import with_recorded_layout
@@ -65,23 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 on success, 2 for a user error, 130 for an interrupt.
     """
-    is_first_local = os.environ.get("LOCAL_RANK", "0") == "0"
+    reporter = Reporter.of(os.environ)
     try:
         line = parse(sys.argv[1:] if argv is None else argv)
         text = reply(line)
-        if text is not None and is_first_local:
+        if text is not None and reporter.is_first_local:
             print(text)
         if line.help_topic is None:
             loaded = load_line(line)  # also for a text: a layout that cannot train is refused
             if text is None:
-                train(loaded)
+                train(loaded, reporter)
     except NanotrainError as error:
-        if not is_first_local and not isinstance(error, LocalFault | ReportedFault):
+        is_common = not isinstance(error, LocalFault | ReportedFault)
+        if is_common and not reporter.is_first_local:
             time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
     # before the first step, or the second Ctrl-C: the training handles the first
     except KeyboardInterrupt:
-        if is_first_local:
+        if reporter.is_first_local:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
@@ -102,19 +103,17 @@ def pretrain(config: Config) -> "RunHistory":
     from nanotrain.report.history import RunHistory
 
     loaded = load_object(config)
-    train(loaded)
+    train(loaded, Reporter.of(os.environ))
     return RunHistory.read(RunFolder.of(loaded.config).path)
 
 
-def train(loaded: Loaded) -> None:
+def train(loaded: Loaded, reporter: Reporter) -> None:
     """Train a configuration and its origins on this rank; a failure is noted in the run folder."""
-    folder = RunFolder.of(loaded.config).path
-    rank = os.environ.get("RANK", "0")
-    with recording(folder, rank=int(rank) if rank.isdecimal() else 0):
-        _train(loaded)
+    with recording(RunFolder.of(loaded.config).path, reporter):
+        _train(loaded, reporter)
 
 
-def _train(loaded: Loaded) -> None:
+def _train(loaded: Loaded, reporter: Reporter) -> None:
     """Check the start of this rank, claim the run folder, and train."""
     require_one_task(os.environ)
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
@@ -128,7 +127,7 @@ def _train(loaded: Loaded) -> None:
         from nanotrain.train.open_and_train import open_and_train
 
     launch = Launch.of(os.environ)
-    is_first = launch.rank == 0
+    is_first = launch.is_first
     # all ranks log the same
     start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)
     for note in loaded.notes:
@@ -138,7 +137,7 @@ def _train(loaded: Loaded) -> None:
     set_arithmetic(loaded.config)
     with claimed(RunFolder.of(loaded.config), is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
-        open_and_train(loaded, start=start)
+        open_and_train(loaded, start=start, reporter=reporter)
 
 
 @contextmanager

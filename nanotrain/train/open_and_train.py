@@ -21,6 +21,7 @@ from nanotrain.config.rules.check import validate_for_world
 from nanotrain.log import get_logger, start_logging
 from nanotrain.plan.fitting import require_memory
 from nanotrain.plan.plan import plan_run
+from nanotrain.runs.failures import Reporter
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 from nanotrain.train.checks import Start
@@ -31,10 +32,16 @@ from nanotrain.train.restart import train_with_restarts
 log = get_logger("nanotrain.train")
 
 
-def open_and_train(loaded: Loaded, *, start: Start) -> None:
-    """Train to the end of the run, opened again after a fault that this cures."""
+def open_and_train(loaded: Loaded, *, start: Start, reporter: Reporter) -> None:
+    """Train to the end of the run, opened again after a fault that this cures.
+
+    Args:
+        loaded: configuration of the run.
+        start: checked start of this rank.
+        reporter: reports errors from now on, once this rank is the first one.
+    """
     train = partial(_open_once, loaded, start=start, early_end=EarlyEnd())
-    train_with_restarts(loaded.config, start.launch, train=train)
+    train_with_restarts(loaded.config, start.launch, train=train, become_first=reporter.take_over)
 
 
 def _open_once(
@@ -55,7 +62,7 @@ def taking_over(config: Config, launch: Launch) -> Iterator[None]:
         config: configuration of the run.
         launch: place of this process among the remaining ones.
     """
-    if launch.rank != 0 or launch.local_rank == 0:
+    if not launch.took_over:
         yield
         return
     start_logging(is_first=True)
@@ -95,5 +102,5 @@ def _open_planned(
     with ParallelContext.start(
         plan.topology, device=config.train.device, timeout_s=timeout_s, generation=generation
     ) as context:
-        start_logging(coordinates=context.coords_text, is_first=launch.rank == 0)
+        start_logging(coordinates=context.coords_text, is_first=launch.is_first)
         train_in_phases(plan, inputs, context=context, planned=memory, early_end=early_end)

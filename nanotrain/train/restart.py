@@ -26,7 +26,11 @@ log = get_logger(__name__)
 
 
 def train_with_restarts(
-    config: Config, launch: Launch, *, train: Callable[[Generation | None], object]
+    config: Config,
+    launch: Launch,
+    *,
+    train: Callable[[Generation | None], object],
+    become_first: Callable[[], object],
 ) -> None:
     """Train to the end of the run, again after every fault that a restart in place may cure.
 
@@ -35,6 +39,7 @@ def train_with_restarts(
         launch: place of this rank in the job.
         train: opens the run from its newest checkpoint, and trains to the end; None where the run
             has no generations.
+        become_first: called once this rank is the first of those that are left.
     """
     if not config.train.inprocess_restart or not launch.is_distributed:
         train(None)
@@ -44,6 +49,7 @@ def train_with_restarts(
         launch.world_size,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
         max_restarts=config.train.inprocess_max_iterations,
+        become_first=become_first,
     )
     if not generations.is_supervised:
         log.info(

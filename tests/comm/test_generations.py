@@ -83,6 +83,21 @@ def test_a_rank_that_died_before_all_had_joined_is_awaited(job: Sequence[Generat
     assert generation.number == 1
 
 
+def test_the_first_rank_that_is_left_is_told_so_though_the_run_ends(
+    job: Sequence[Generations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became_first: list[int] = []
+    for rank in job:
+        rank.max_restarts = 0
+        monkeypatch.setattr(rank, "_become_first", lambda rank=rank: became_first.append(rank.rank))
+    join(job)
+    job[0].store.let_leave([1], Fault(0, "SIGKILL ended it; it leaves the run", 5.0))
+    with pytest.raises(EnvironmentFault, match="no further restart"):
+        job[1].join()
+    assert job[0].join() is None
+    assert became_first == [0, 1]
+
+
 @pytest.mark.parametrize("error", [ConfigError("wrong"), EnvironmentFault("no disk")])
 def test_an_error_that_all_ranks_raise_ends_the_run(
     job: Sequence[Generations], error: Exception

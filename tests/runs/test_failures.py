@@ -9,6 +9,7 @@ from nanotrain.runs.failures import (
     HangRank,
     HangRecord,
     RankFailure,
+    Reporter,
     read_failures,
     read_hang,
     recording,
@@ -18,8 +19,17 @@ from nanotrain.runs.lock import LOCK_NAME, InUse
 
 
 def fail(folder, error: Exception, *, rank: int) -> None:
-    with pytest.raises(type(error)), recording(folder, rank=rank):
+    with pytest.raises(type(error)), recording(folder, Reporter.of({"RANK": str(rank)})):
         raise error
+
+
+def test_once_the_first_rank_has_left_the_next_one_notes_what_all_raise(tmp_path):
+    (tmp_path / LOCK_NAME).touch()
+    reporter = Reporter.of({"RANK": "1", "LOCAL_RANK": "1"})
+    reporter.take_over()
+    with pytest.raises(ConfigError), recording(tmp_path, reporter):
+        raise ConfigError("tp=3", why="8 ranks", fix="tp=2")
+    assert [failure.rank for failure in read_failures(tmp_path)] == [1]
 
 
 def test_what_all_ranks_raise_is_noted_once_and_what_one_raises_by_it(tmp_path):
@@ -42,7 +52,7 @@ def test_nothing_is_noted_of_an_interrupt_and_in_folders_that_are_not_there_or_i
     (tmp_path / LOCK_NAME).touch()
     fail(tmp_path / "none", ConfigError("x"), rank=0)
     assert not (tmp_path / "none").exists()
-    with pytest.raises(KeyboardInterrupt), recording(tmp_path, rank=0):
+    with pytest.raises(KeyboardInterrupt), recording(tmp_path, Reporter.of({})):
         raise KeyboardInterrupt
     fail(tmp_path, InUse("the run folder is in use"), rank=0)
     assert not (tmp_path / FOLDER).exists()

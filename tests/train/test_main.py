@@ -9,8 +9,11 @@ import torch
 
 from nanotrain.comm import device
 from nanotrain.config.load import load
+from nanotrain.errors import CorruptState
+from nanotrain.runs.failures import read_failures
+from nanotrain.runs.lock import LOCK_NAME
 from nanotrain.train import main as entry
-from nanotrain.train import phases
+from nanotrain.train import open_and_train, phases
 from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
 
@@ -155,6 +158,24 @@ def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print
     assert capfd.readouterr().err.count("error: ") == 1
 
 
+def test_a_rank_that_became_the_first_prints_and_notes_an_error_at_once(
+    tmp_path, capfd, naps, monkeypatch
+):
+    def train_with_restarts(config, launch, *, train, become_first):
+        become_first()
+        raise CorruptState("replicas differ")
+
+    monkeypatch.setattr(open_and_train, "train_with_restarts", train_with_restarts)
+    for name, value in (LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / LOCK_NAME).touch()
+    assert main(arguments(folder)) == 2
+    assert naps == [], capfd.readouterr().err
+    assert [failure.rank for failure in read_failures(folder)] == [1]
+
+
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 @pytest.mark.parametrize("flag", ["--run-dir", "--save-fallback-dir", "--tensorboard-dir"])
 def test_folders_that_a_run_writes_are_tried_before_a_device_is_on_every_rank(
@@ -206,7 +227,7 @@ def test_a_world_size_that_is_no_number_of_ranks_is_a_mistake(tmp_path, capfd, m
 def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(
     tmp_path, capfd, monkeypatch
 ):
-    def interrupted(loaded):
+    def interrupted(loaded, reporter):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "train", interrupted)
@@ -215,7 +236,7 @@ def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(
 
 
 def test_an_error_of_our_own_keeps_its_traceback(tmp_path, monkeypatch):
-    def broken(loaded):
+    def broken(loaded, reporter):
         raise AssertionError("an invariant")
 
     monkeypatch.setattr(entry, "train", broken)
