@@ -1,20 +1,16 @@
 """`nanotrain parity --invariant`: the first tensor of a layout with other bits than one rank.
 
-    train one rank and N ranks   `Step`: hidden states after every part of a layer and their
-                                 gradients, gradients and weights, loss and gradient norm
-    in the order of a step       forward by layer, loss, backward by layer, gradients, norm, weights
-    first_difference             the first tensor that has other bits in the layout
-
-Hidden states are compared by sample and position: a rank has its samples, with cp and sequence
-parallelism some of their positions, and with pipelines some layers.
+train one rank and N ranks   `Step`: hidden states after every part of a layer and their
+                             gradients, gradients and weights, loss and gradient norm
+in the order of a step       forward by layer, loss, backward by layer, gradients, norm, weights
+compare_steps                the first tensor that has other bits in the layout
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,50 +22,18 @@ from nanotrain.config.rules.check import check_layout, check_model, validate_for
 from nanotrain.data.build import DatasetSplits
 from nanotrain.model.context import BatchContext
 from nanotrain.model.sublayers import Sublayers
+from nanotrain.parity.bit_comparison import Hidden, Step, compare_steps
 from nanotrain.parity.check import RandomDataset
 from nanotrain.parity.local_ranks import run_local_ranks
 from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import count_of
 from nanotrain.runs.folder import RunFolder
-from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.inputs import with_known_model
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import train_step
-
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
-class Hidden(NamedTuple):
-    """Hidden states of one microbatch on one rank, or their gradient."""
-
-    samples: Tensor  # [B] int64
-    positions: Tensor  # [S'] int64, in the full sequence
-    values: Tensor  # [B, S', H]
-
-
-HiddenByName = dict[str, list[Hidden]]
-Boxes = dict[TensorBox, Tensor]
-
-
-@dataclass
-class Step:
-    """The results of one rank in a step.
-
-    Attributes:
-        forward, backward: hidden states after parts of layers and their gradients, by name, in
-            the order in which they were computed.
-        grads, weights: its shards of the reduced gradients, and of the updated weights.
-    """
-
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    forward: HiddenByName = field(default_factory=dict)
-    backward: HiddenByName = field(default_factory=dict)
-    grads: Boxes = field(default_factory=dict)
-    weights: Boxes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +42,8 @@ class BitReport:
 
     world_size: int  # ranks of the layout
     num_steps: int
-    num_tensors: int  # tensors that were compared
+    num_tensors: int  # tensors of all steps that were compared, up to the first difference
+    num_left_out: int  # gradients of outputs that one rank does not compute: not compared
     difference: str  # the first difference in words; empty if all bits are equal
 
     @property
@@ -96,10 +61,14 @@ class BitReport:
         if self.difference:
             return f"NOT EQUAL: {self.difference}"
         ranks = count_of(self.world_size, "rank", verb="trains")
-        return (
+        text = (
             f"equal: {ranks} as one does in every bit of {steps}, {self.num_tensors:,} tensors: "
             "hidden states and their gradients by layer, gradients, weights, losses and norms"
         )
+        if self.num_left_out:
+            gradients = count_of(self.num_left_out, "gradient")
+            text += f"; not compared: {gradients} of hidden states, which one rank does not compute"
+        return text
 
 
 def check_bits(loaded: Loaded, world_size: int, *, num_steps: int) -> BitReport:
@@ -118,8 +87,14 @@ def check_bits(loaded: Loaded, world_size: int, *, num_steps: int) -> BitReport:
     (reference,) = run_local_ranks(_topology(single, 1), record_bits, arguments=[single])
     topology = _topology(small, world_size)
     records = run_local_ranks(topology, record_bits, arguments=[small])
-    num_tensors = sum(len(list(_comparisons(step, []))) for step in reference)
-    return BitReport(world_size, num_steps, num_tensors, first_difference(reference, records))
+    result = compare_steps(reference, records)
+    return BitReport(
+        world_size,
+        num_steps,
+        num_tensors=result.num_tensors,
+        num_left_out=result.num_left_out,
+        difference=result.difference,
+    )
 
 
 def _topology(config: Config, world_size: int) -> Topology:
@@ -161,7 +136,7 @@ def record_bits(context: ParallelContext, config: Config) -> list[Step]:
             recorder.attach(stage)
         try:
             for _ in range(config.train.train_iters):
-                recorder.step = Step()
+                recorder.step = Step(layers=recorder.layers)
                 _train_step(run, recorder.step)
                 steps.append(recorder.step)
         finally:
@@ -184,14 +159,19 @@ def _train_step(run: Run, step: Step) -> None:
 class _HiddenRecorder:
     """Records outputs of layers and of their parts, and the gradients of these outputs.
 
-    A recomputed forward records nothing, so recomputed outputs have no recorded gradients.
+    A recomputed forward records nothing: the first forward has the outputs, and their gradients.
 
     Args:
         context: context of this rank.
+
+    Attributes:
+        step: where results are recorded.
+        layers: names of the layers whose outputs have to be recorded.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         self.step = Step()
+        self.layers: list[str] = []
         self._tp = context.groups["tp"]
 
     def attach(self, stage: nn.Module) -> None:
@@ -211,6 +191,7 @@ class _HiddenRecorder:
         stage.register_forward_pre_hook(begin)
         for name, module in stage.named_modules():
             if isinstance(module, Sublayers):
+                self.layers.append(name)
                 observe(module, name)
                 for part, child in module.named_children():
                     if not isinstance(child, nn.Identity):
@@ -242,106 +223,3 @@ class _HiddenRecorder:
         if num_local == len(positions):
             return positions
         return positions[num_local * self._tp.index :][:num_local]  # sequence parallelism
-
-
-def first_difference(reference: Sequence[Step], records: Sequence[Sequence[Step]]) -> str:
-    """The first tensor of one rank that has other bits in the layout, in words; empty if none.
-
-    Args:
-        reference: steps of one rank.
-        records: steps of the layout, by rank.
-    """
-    for number, step in enumerate(reference, start=1):
-        for comparison in _comparisons(step, [steps[number - 1] for steps in records]):
-            if comparison.difference:
-                return f"step {number}, {comparison.name}: {comparison.difference}"
-    return ""
-
-
-class Comparison(NamedTuple):
-    """The comparison of a tensor of one rank with the tensors of the layout."""
-
-    name: str
-    difference: str  # empty if the bits are equal
-
-
-def _comparisons(step: Step, others: Sequence[Step]) -> Iterator[Comparison]:
-    """Compare the tensors of a step, in the order in which they are computed."""
-    for name, hidden in step.forward.items():
-        held = [other.forward.get(name, []) for other in others]
-        yield Comparison(f"output of {name}", _hidden_difference(hidden, held))
-    yield Comparison("loss", _number_difference(step.loss, [other.loss for other in others]))
-    for name, hidden in reversed(step.backward.items()):
-        held = [other.backward.get(name, []) for other in others]
-        yield Comparison(f"gradient of the output of {name}", _hidden_difference(hidden, held))
-    yield from _box_comparisons("gradient", step.grads, by_rank=[other.grads for other in others])
-    norms = [other.grad_norm for other in others]
-    yield Comparison("gradient norm", _number_difference(step.grad_norm, norms))
-    weights = [other.weights for other in others]
-    yield from _box_comparisons("updated", step.weights, by_rank=weights)
-
-
-def _hidden_difference(hidden: Sequence[Hidden], by_rank: Sequence[Sequence[Hidden]]) -> str:
-    """The first place, in words, where the layout has other hidden states; empty if none."""
-    expected: dict[int, Tensor] = {}
-    for samples, _, values in hidden:
-        expected |= dict(zip(samples.tolist(), values, strict=True))
-    for rank, held in enumerate(by_rank):
-        for samples, positions, values in held:
-            for sample, states in zip(samples.tolist(), values, strict=True):
-                other = expected[sample][positions]
-                difference = _difference(states, other)
-                if difference:
-                    position = int(positions[difference.first[0]])
-                    return (
-                        f"{difference.number} on rank {rank}, first {difference.values} at sample "
-                        f"{sample}, position {position}, channel {difference.first[1]}"
-                    )
-    return ""
-
-
-def _number_difference(expected: float, by_rank: Sequence[float]) -> str:
-    """The first rank with another number, in words; empty if none."""
-    for rank, number in enumerate(by_rank):
-        if number != expected:
-            return f"{number!r} on rank {rank} beside {expected!r}"
-    return ""
-
-
-def _box_comparisons(
-    what: str, expected: Boxes, *, by_rank: Sequence[Boxes]
-) -> Iterator[Comparison]:
-    """Compare gradients or weights, tensor by tensor."""
-    full: dict[str, Tensor] = {}
-    for box, tensor in expected.items():
-        total = full.setdefault(box.name, tensor.new_zeros(box.shape))
-        total[box.box.slices()] = tensor
-    differences = dict.fromkeys(full, "")
-    for rank, boxes in enumerate(by_rank):
-        for box, tensor in boxes.items():
-            difference = _difference(tensor, full[box.name][box.box.slices()])
-            if difference and not differences[box.name]:
-                text = f"{difference.number} on rank {rank}, first {difference.values}"
-                differences[box.name] = text
-    for name, difference_text in differences.items():
-        yield Comparison(f"{what} {name}", difference_text)
-
-
-class _Difference(NamedTuple):
-    """The elements of a tensor that have other bits."""
-
-    number: str  # their number, in words
-    values: str  # both values of the first such element, in words
-    first: tuple[int, ...]  # the index of that element
-
-
-def _difference(tensor: Tensor, expected: Tensor) -> _Difference | None:
-    """The elements of two tensors whose bits differ, as of 0.0 and -0.0; None if all are equal."""
-    dtype = INTEGERS[tensor.itemsize]
-    differs = tensor.contiguous().view(dtype) != expected.contiguous().view(dtype)
-    if not bool(differs.any()):
-        return None
-    first = tuple(differs.nonzero()[0].tolist())
-    number = f"{int(differs.sum()):,} of {differs.numel():,} elements differ"
-    values = f"{tensor[first].item()!r} beside {expected[first].item()!r}"
-    return _Difference(number, values, first)

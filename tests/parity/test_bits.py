@@ -16,13 +16,20 @@ from nanotrain.config.load import load
 from nanotrain.optim import invariant as optim
 from nanotrain.parallel.tp import invariant as layers
 from nanotrain.parity import bits
-from nanotrain.parity.bits import Step, first_difference, record_bits, small_configs
+from nanotrain.parity.bit_comparison import BitComparison, Step, compare_steps
+from nanotrain.parity.bits import record_bits, small_configs
 from nanotrain.topology.topology import Topology
 from tests.harness import run_ranks
 
 MODEL = ("+config=tiny", "--invariant", "--num-query-groups", "4")
 TP_CP = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--context-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2", "--data-parallel-sharding-strategy", "optim")
+
+RECOMPUTED = (*TP_CP, "--recompute-granularity", "full", "--recompute-method", "uniform")
+
+
+def first_difference(reference: list[Step], records: list[list[Step]]) -> str:
+    return compare_steps(reference, records).difference
 
 
 def configs(*words: str, world: int) -> tuple[Config, Config]:
@@ -42,13 +49,16 @@ def of_one_rank(config: Config) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize("words", [TP_CP, PP])
+@pytest.mark.parametrize("words", [TP_CP, PP, RECOMPUTED])
 def test_a_layout_has_the_bits_of_one_rank(words: tuple[str, ...]) -> None:
     small, single = configs(*words, world=4)
     reference = of_one_rank(single)
     assert {"layers.0", "layers.0.attention", "layers.1.mlp"} < set(reference[0].forward)
     assert reference[0].forward.keys() == reference[0].backward.keys()
-    assert not first_difference(reference, run_ranks(4, record, small, shares=True))
+    result = compare_steps(reference, run_ranks(4, record, small, shares=True))
+    step = reference[0]
+    num_tensors = 2 * len(step.forward) + 2 * len(step.weights) + 2  # loss and gradient norm
+    assert result == BitComparison(2 * num_tensors, num_left_out=0, difference="")
 
 
 def chain(parts: Any) -> Tensor:
