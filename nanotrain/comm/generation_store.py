@@ -13,8 +13,8 @@ fault-N         what ended generation N
 at-R            the generation that rank R joined last
 N/joined        how many ranks have joined it
 N/decision      the decision on it
-N/left-R        when rank R left it, and the step that it ran then
-N/new-step      whether it completed a step that no generation before it had
+N/left-R        when rank R left it
+N/new-step      the highest step that it completed, if no generation before it had
 N/finished      how many ranks have come to the end of the run in it
 final-error     the error with which the run ends
 """
@@ -60,7 +60,6 @@ class Restart:
     fault: Fault
     noticed_s: float  # when the last of the ranks that lived noticed the fault
     met_s: float  # when all ranks had joined
-    reached: int = 0  # the highest step that ran in a generation before
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,6 @@ class Members:
 
     ranks: tuple[int, ...]  # ascending
     since: int = 0  # their first generation
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A rank left a generation that had ended."""
-
-    time_s: float  # seconds since the epoch
-    step: int  # its running step
 
 
 @dataclass(frozen=True)
@@ -162,13 +153,23 @@ class GenerationStore:
             self.end(number, fault)
             is_first_fault = self.fault(number) == fault
 
-    def note_new_step(self, number: int) -> None:
-        """Note that a generation has completed a step that no generation before it had."""
-        self._store.set(f"{number}/new-step", "1")
+    def note_new_step(self, number: int, step: int) -> None:
+        """Note that a generation has completed a step that no generation before it had.
+
+        The store sends no reply, so that a step does not wait for it: 21 us between two processes.
+        """
+        self._store.set(f"{number}/new-step", str(step))
 
     def has_new_step(self, numbers: Iterable[int]) -> bool:
         """Whether one of several generations has completed a new step."""
         return any(self._store.check([f"{number}/new-step"]) for number in numbers)
+
+    def highest_step(self, number: int) -> int:
+        """The highest step that was completed before a generation; 0 for none."""
+        for before in reversed(range(number)):
+            if self.has_new_step([before]):
+                return int(self._store.get(f"{before}/new-step"))
+        return 0
 
     def generation_of(self, rank: int) -> int | None:
         """The generation that a rank joined last; None if it has joined none."""
@@ -204,10 +205,9 @@ class GenerationStore:
         """How many ranks have joined a generation."""
         return self._store.add(f"{number}/joined", 0)
 
-    def leave(self, number: int, rank: int, *, step: int) -> None:
-        """Note when a rank left a generation that ended, and its running step."""
-        departure = Departure(time.time(), step)
-        self._store.set(f"{number}/left-{rank}", json.dumps(asdict(departure)))
+    def leave(self, number: int, rank: int) -> None:
+        """Note when a rank left a generation that ended."""
+        self._store.set(f"{number}/left-{rank}", str(time.time()))
 
     def decide(self, number: int, decision: Decision) -> None:
         """Publish the decision of the last rank that joined."""
@@ -224,14 +224,14 @@ class GenerationStore:
         """The fault of a generation that has ended."""
         return Fault(**json.loads(self._store.get(f"fault-{number}")))
 
-    def departures(self, number: int, world_size: int) -> list[Departure]:
-        """How ranks left a generation; without ranks that died."""
-        left = []
+    def departures(self, number: int, world_size: int) -> list[float]:
+        """When ranks left a generation, in seconds since the epoch; without ranks that died."""
+        times = []
         for rank in range(world_size):
             key = f"{number}/left-{rank}"
             if self._store.check([key]):
-                left.append(Departure(**json.loads(self._store.get(key))))
-        return left
+                times.append(float(self._store.get(key)))
+        return times
 
     def publish_final_error(self, error: FinalError) -> None:
         """Publish that the run ends with the error of a rank."""
@@ -254,13 +254,8 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
         return Decision()
     fault = store.fault(number - 1)
     departures = store.departures(number - 1, world_size)
-    noticed_s = max([departure.time_s for departure in departures], default=fault.time_s)
-    restart = Restart(
-        fault,
-        noticed_s=noticed_s,
-        met_s=time.time(),
-        reached=_reached(store, number, world_size=world_size),
-    )
+    noticed_s = max(departures, default=fault.time_s)
+    restart = Restart(fault, noticed_s=noticed_s, met_s=time.time())
     rank = fault.rank if fault.is_raised else None
     if number > 1 and fault.is_error_of(store.fault(number - 2)):
         return Decision(f"the same error twice: {fault.text}", rank, restart)
@@ -271,19 +266,6 @@ def decide(store: GenerationStore, number: int, *, world_size: int, max_restarts
         error = f"restart in place {number} of at most {max_restarts}: {fault.text}"
         return Decision(error, rank, restart)
     return Decision(restart=restart)
-
-
-def _reached(store: GenerationStore, number: int, *, world_size: int) -> int:
-    """The highest step that ran before a generation."""
-    steps = [0]
-    decision = None
-    while number > 0 and decision is None:  # a generation that not all joined has no decision
-        number -= 1
-        steps += [departure.step for departure in store.departures(number, world_size)]
-        decision = store.decision(number)
-    if decision is not None and decision.restart is not None:
-        steps.append(decision.restart.reached)
-    return max(steps)
 
 
 def _idle_generations(store: GenerationStore, number: int, *, world_size: int) -> int:

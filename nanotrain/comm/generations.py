@@ -206,7 +206,7 @@ class Generations:
             self._require_restart(error)
             self._error = error
             generation.end(_describe(error), is_raised=True)
-        self.store.leave(generation.number, self.rank, step=generation.step)
+        self.store.leave(generation.number, self.rank)
 
     def _require_restart(self, error: Exception) -> None:
         """Raise an error with which the run ends, and publish it."""
@@ -271,7 +271,7 @@ class Generation:
         self.read_step: Callable[[], int] = lambda: 0
         self._generations = generations
         self._kept = kept
-        self._has_new_step = False
+        self._highest_step: int | None = None  # that was completed; read with the first step
         self._ended = threading.Event()
         self._left = threading.Event()
         self._main = threading.current_thread()
@@ -303,11 +303,16 @@ class Generation:
         return self._generations.world_size - len(self.members)
 
     def completed(self, step: int) -> None:
-        """Note for the launcher that a step is done; a new one once per generation."""
-        reached = 0 if self.restart is None else self.restart.reached
-        if not self._has_new_step and step >= reached:
-            self._has_new_step = True
-            self._generations.store.note_new_step(self.number)
+        """Note that a step is done, if none so high was before; the first rank calls this.
+
+        Each new step is noted, because this process may be killed before the next one.
+        """
+        store = self._generations.store
+        if self._highest_step is None:
+            self._highest_step = store.highest_step(self.number)
+        if step > self._highest_step:
+            self._highest_step = step
+            store.note_new_step(self.number, step)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -23,16 +23,14 @@ HUNG = Fault(1, "is behind", 5.0, step=6)  # as another rank noticed: rank 1 has
 
 
 def history(*faults: tuple[Fault, int]) -> Decision:
-    """The decision of two ranks after faults, each with the step that rank 0 had reached."""
+    """The decision of two ranks after faults, each with the last step that was completed."""
     store = GenerationStore(dist.HashStore())
-    reached = 0
     for number, (fault, step) in enumerate(faults):
         store.join(number, 1)
         store.end(number, fault)
-        store.leave(number, 0, step=step)
-        if step > reached:
-            reached = step
-            store.note_new_step(number)
+        store.leave(number, 0)
+        if step > store.highest_step(number):
+            store.note_new_step(number, step)
     return decide(store, len(faults), world_size=2, max_restarts=4)
 
 
@@ -129,16 +127,13 @@ def test_generations_without_a_new_step_are_counted_anew_where_a_rank_has_left()
     assert "3 faults without a new step" in errors[3]
 
 
-def test_a_step_is_new_where_no_generation_before_has_run_it() -> None:
+def test_the_highest_step_is_known_where_no_rank_has_left_a_departure() -> None:
     store = GenerationStore(dist.HashStore())
-    for number, step in enumerate((9, 0, 4)):
-        if number != 1:  # not all joined
-            store.decide(number, decide(store, number, world_size=2, max_restarts=9))
-        store.end(number, KILLED)
-        if step:
-            store.leave(number, 0, step=step)
-    restart = decide(store, 3, world_size=2, max_restarts=9).restart
-    assert restart is not None and restart.reached == 9
+    assert store.highest_step(0) == 0
+    for step in (8, 9):
+        store.note_new_step(1, step)
+    assert [store.highest_step(number) for number in range(4)] == [0, 0, 9, 9]
+    assert store.has_new_step([0, 1]) and not store.has_new_step([0, 2])
 
 
 def test_what_is_published_is_read_back() -> None:

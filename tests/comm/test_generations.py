@@ -83,6 +83,22 @@ def test_a_rank_that_died_before_all_had_joined_is_awaited(job: Sequence[Generat
     assert generation.number == 1
 
 
+def test_a_step_that_is_repeated_after_a_death_of_all_ranks_is_not_new(
+    job: Sequence[Generations],
+) -> None:
+    store = job[0].store
+    first, _ = join(job)
+    for step in range(1, 5):
+        first.completed(step)
+    store.end_generation_of(KILLED)  # nobody is left to note a departure
+    second, _ = join(job)
+    second.completed(4)
+    assert not store.has_new_step([1])
+    second.completed(5)
+    assert store.has_new_step([1])
+    assert (store.highest_step(1), store.highest_step(2)) == (4, 5)
+
+
 def test_the_first_rank_that_is_left_is_told_so_though_the_run_ends(
     job: Sequence[Generations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +132,7 @@ def test_a_rank_whose_process_ended_after_its_error_reports_it_still(
     for number in range(2):
         _, second = join(job)
         job[1].leave(second, ValueError("bad"))
-        job[0].store.leave(number, 0, step=1)
+        job[0].store.leave(number, 0)
     job[1]._error = None  # another process
     with ThreadPoolExecutor(2) as pool:
         joins = [pool.submit(rank.join) for rank in job]

@@ -106,14 +106,14 @@ def test_a_rank_that_dies_again_without_a_new_step_leaves(
 
 def test_a_rank_that_dies_again_after_a_new_step_is_started_again() -> None:
     ranks = leaving(r0=[0], r1=[0], r2=[-9, -9, 0])
-    ranks.store.note_new_step(1)
+    ranks.store.note_new_step(1, 5)
     assert ranks.run() == {}
     assert ranks.started == [0, 1, 2, 2, 2] and members_of(ranks) == (0, 1, 2)
 
 
 def test_a_new_step_before_the_last_death_does_not_count() -> None:
     ranks = leaving(r0=[0], r1=[0], r2=[-9, -9])
-    ranks.store.note_new_step(0)
+    ranks.store.note_new_step(0, 5)
     assert ranks.run() == {}
     assert ranks.started == [0, 1, 2, 2] and members_of(ranks) == (0, 1)
 

@@ -399,12 +399,17 @@ def test_an_error_that_comes_twice_in_one_step_ends_the_run_with_its_verdict(
 
 
 @pytest.mark.more_layouts
-def test_a_rank_that_dies_again_and_again_without_a_new_step_ends_the_run(folder: Path) -> None:
-    always = Trouble("kill", generations=range(MAX_RESTARTS))
-    job = Job(folder / "always")
+@pytest.mark.parametrize("num_ranks", [1, 2])  # one that is killed leaves no departure
+def test_a_rank_that_dies_again_and_again_without_a_new_step_ends_the_run(
+    folder: Path, num_ranks: int
+) -> None:
+    last = num_ranks - 1
+    always = Trouble("kill", rank=last, generations=range(MAX_RESTARTS))
+    job = Job(folder / f"always-{num_ranks}", num_ranks)
     job.train(arguments(job.run, FLAGS, IN_PLACE), always)
-    assert job.started == [0, 1, 1, 1, 1] and job.failed[0] == 2, job.output
-    assert "no further restart in place: 3 faults without a new step: rank 1" in job.output
+    assert job.started == [*range(num_ranks), last, last, last], job.output
+    assert job.failed[0] == 2, job.output
+    assert f"no further restart in place: 3 faults without a new step: rank {last}" in job.output
 
 
 @pytest.mark.more_layouts
