@@ -97,7 +97,6 @@ class Condition:
     one_of: tuple[str, ...] = ()  # the value is one of these texts or numbers
     contains: str = ""  # the value has this text in it
     differs_from: str = ""  # the value of this flag is another one; 1 where that is not set
-    same_as: str = ""  # the value of this flag is the same; 1 where that is not set
     not_divisible_by: str = ""  # the value of this flag does not divide it
     below: str = ""  # the value of this flag is larger
     default: str | None = None  # value of a flag that is not set
@@ -134,7 +133,7 @@ class Condition:
 
     def compared(self, values: FlagValues) -> list[str]:
         """The argument that the value is compared with, where it is set."""
-        other = self.differs_from or self.same_as or self.not_divisible_by or self.below
+        other = self.differs_from or self.not_divisible_by or self.below
         argument = values.by_flag.get(other)
         return [] if argument is None else [f"with {argument.text}"]
 
@@ -147,8 +146,6 @@ class Condition:
             return any(is_same(value, other) for other in self.one_of)
         if self.differs_from:
             return not is_same(value, values.text(self.differs_from) or "1")
-        if self.same_as:
-            return is_same(value, values.text(self.same_as) or "1")
         if self.not_divisible_by:
             return number is not None and number % values.size(self.not_divisible_by) != 0
         if self.below:
@@ -167,7 +164,6 @@ class Condition:
             return f"{self.flag} that {self.not_divisible_by} does not divide"
         comparisons = {
             "other than": self.differs_from,
-            "as": self.same_as,
             "below": self.below,
             "with": self.contains,
         }

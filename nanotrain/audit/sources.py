@@ -35,6 +35,19 @@ VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\d{1,6})\s*$", flags=re.MULTILINE)
 # several values of a flag in a YAML file, but not a pattern such as [0]*3+[1]*58
 WORDS_IN_BRACKETS = re.compile(r"\[[A-Za-z_][\w. ]*\]")
+# sizes of the groups of a model, and of its experts
+MODEL_SIZES = frozenset(
+    {
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--context-parallel-size",
+    }
+)
+EXPERT_SIZES = frozenset(
+    {"--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size"}
+)
+DATA_PARALLEL_SIZE = "--data-parallel-size"
+EXPERT_DATA_PARALLEL_SIZE = "data-parallel size of experts"  # no flag has it
 NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines")
 # options of torchrun, of DeepSpeed's launcher, and of Slurm
 RANKS_OF_NODE = (
@@ -63,21 +76,44 @@ class Source:
     unset: dict[str, list[str]] = field(default_factory=dict)
 
     def values(self, ranks: int | None) -> FlagValues:
-        """The flags and variables by name, with the data-parallel size where it is known."""
+        """The flags and variables by name, with data-parallel sizes where they are known."""
         arguments = list(self.arguments)
         arguments += [Argument(name, (value,)) for name, value in self.variables.items()]
         values = FlagValues.of(arguments)
-        if ranks is not None:
-            size = ranks // ranks_of_model(values)
-            arguments.append(Argument("--data-parallel-size", (str(size),)))
+        unset = {flag for flags in self.unset.values() for flag in flags}
+        if unset.isdisjoint(MODEL_SIZES):
+            arguments += data_parallel_sizes(
+                values, ranks, knows_experts=EXPERT_SIZES.isdisjoint(unset)
+            )
         return FlagValues.of(arguments)
 
 
-def ranks_of_model(values: FlagValues) -> int:
-    """The ranks of one replica of a model without experts: tp x cp x pp."""
+def data_parallel_sizes(
+    values: FlagValues, ranks: int | None, *, knows_experts: bool
+) -> list[Argument]:
+    """The data-parallel size, and that of experts where there are some.
+
+    Args:
+        values: the flags.
+        ranks: number of GPUs; None for the one that a data-parallel size among the flags implies.
+        knows_experts: whether the sizes of the groups of experts are known.
+    """
     tensor = values.size("--tensor-model-parallel-size")
-    context = values.size("--context-parallel-size")
-    return tensor * context * values.size("--pipeline-model-parallel-size")
+    pipeline = values.size("--pipeline-model-parallel-size")
+    model_ranks = tensor * pipeline * values.size("--context-parallel-size")
+    sizes = []
+    if ranks is not None:
+        sizes.append(Argument(DATA_PARALLEL_SIZE, (str(ranks // model_ranks),)))
+    elif values.text(DATA_PARALLEL_SIZE):
+        ranks = values.size(DATA_PARALLEL_SIZE) * model_ranks
+    if ranks is None or not knows_experts or values.number("--num-experts", 0) < 1:
+        return sizes
+    expert_tensor = tensor
+    if values.text("--expert-tensor-parallel-size") is not None:
+        expert_tensor = values.size("--expert-tensor-parallel-size")
+    expert_ranks = expert_tensor * pipeline * values.size("--expert-model-parallel-size")
+    sizes.append(Argument(EXPERT_DATA_PARALLEL_SIZE, (str(ranks // expert_ranks),)))
+    return sizes
 
 
 def read_source(path: Path, *, variables: Mapping[str, str]) -> Source:

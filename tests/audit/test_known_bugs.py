@@ -254,3 +254,26 @@ def test_published_scripts_do_not_contradict_themselves_but_one():
         if texts:
             refused[name] = texts
     assert refused == {"gpt_oss_20b": ["--num-layers 12 with --pipeline-model-parallel-size 8"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "is_hit"),
+    [
+        ("", None, False),  # any number of GPUs
+        (EXPERTS, None, False),
+        (f"{EXPERTS} {EP}", None, False),
+        (f"{EXPERTS} --expert-model-parallel-size 1", None, False),
+        (f"{EXPERTS} {EP}", 2, True),
+        (f"{EXPERTS} {EP}", 4, False),
+        # as many ranks of ep as of dp; experts are not sharded over tp, so they have two replicas
+        (f"{EXPERTS} {EP} {TP} --expert-tensor-parallel-size 1", 4, False),
+        (f"{EXPERTS} {EP} {TP}", 4, True),
+        (f"{EXPERTS} {EP} --expert-tensor-parallel-size 0", 2, True),
+        (f"{EXPERTS} {EP} {CP}", 4, False),
+        # fewer ranks of ep than of dp and cp together, and one replica
+        (f"{EXPERTS} --expert-model-parallel-size 4 {CP}", 4, True),
+    ],
+)
+def test_gradients_are_doubled_where_experts_have_one_replica(flags, ranks, is_hit):
+    found = bugs_of(FSDP, ZERO3, flags, version="0.16.0", ranks=ranks)
+    assert ("gradients-of-one-rank-doubled" in found) == is_hit

@@ -66,6 +66,17 @@ def test_the_data_parallel_size_is_what_tp_pp_and_cp_leave():
     assert source.values(None).text("--data-parallel-size") is None
 
 
+def test_a_size_of_an_unset_variable_leaves_the_data_parallel_sizes_unknown(tmp_path):
+    line = "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --num-experts 8"
+    values = read(tmp_path, f"{line} --tensor-model-parallel-size $SIZE").values(8)
+    assert values.text("--data-parallel-size") is None
+    assert values.text("data-parallel size of experts") is None
+    values = read(tmp_path, f"{line} --expert-model-parallel-size $SIZE").values(8)
+    assert values.text("--data-parallel-size") == "8"
+    assert values.text("data-parallel size of experts") is None
+    assert read(tmp_path, line).values(8).text("data-parallel size of experts") == "8"
+
+
 def test_ranks_are_those_of_slurm_where_the_launch_has_none(tmp_path):
     assert read(tmp_path, SCRIPT.replace("--nproc_per_node $GPUS", "")).ranks == 32
 
