@@ -40,6 +40,7 @@ def test_no_setting_is_skipped_in_silence(values):
         {"lr_decay_style": "constant", "lr_decay_samples": 50},
         {"profile_ranks": [0]},
         {"eval_interval": 0, "eval_iters": 5},
+        {"full_validation": True, "eval_iters": 0},
         {"mock_data": True, "vocab_size": 64, "tokenizer_model": "bytes"},
     ],
 )
@@ -51,3 +52,11 @@ def test_what_megatron_ignores_too_is_reset(values):
     errors.raise_errors()
     assert value_of(config, key) == ENTRIES[name].default
     assert "not the command line's" in origins[key]
+
+
+def test_a_full_validation_validates_without_a_number_of_batches() -> None:
+    errors = ErrorCollector()
+    values = config_of(full_validation=True, eval_iters=0)
+    assert not values.validates
+    config, _ = reset_unused(values, explicit=frozenset({"train.eval_iters"}), errors=errors)
+    assert config.validates
