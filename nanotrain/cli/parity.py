@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nanotrain.parity.perturbed_report import PerturbedReport
     from nanotrain.parity.report import ParityReport
 
+TOLERANCE = 1e-5  # of losses and norms, relative
+
 
 def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of
@@ -35,13 +37,8 @@ def parity(argv: Sequence[str]) -> int:
 
 def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport | BitReport":
     """The report of the comparison that the arguments ask for."""
+    _check_judge(loaded, args)
     if loaded.config.precision.invariant:
-        if args.keep_precision:
-            raise ConfigError(
-                "--keep-precision has no effect with --invariant",
-                why="bits are compared in the precision of the configuration",
-                fix="leave --keep-precision out",
-            )
         from nanotrain.parity.bits import check_bits
 
         return check_bits(loaded, args.world_size, num_steps=args.steps)
@@ -51,7 +48,37 @@ def _compare(loaded: Loaded, args: Namespace) -> "ParityReport | PerturbedReport
         return check_by_perturbation(loaded, args.world_size, num_steps=args.steps)
     from nanotrain.parity.check import check_parity
 
-    return check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    return check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=tolerance)
+
+
+def _check_judge(loaded: Loaded, args: Namespace) -> None:
+    """Check that the arguments ask for one judge: bits, changed inputs, or a tolerance.
+
+    Raises:
+        ConfigError: an argument has no part in the comparison.
+    """
+    is_invariant = loaded.config.precision.invariant
+    if is_invariant and args.keep_precision:
+        raise ConfigError(
+            "--keep-precision has no effect with --invariant",
+            why="bits are compared in the precision of the configuration",
+            fix="leave --keep-precision out",
+        )
+    if args.tolerance is None:
+        return
+    if is_invariant:
+        raise ConfigError(
+            f"--tolerance {args.tolerance:g} has no effect with --invariant",
+            why="all bits have to be equal",
+            fix="leave --tolerance out",
+        )
+    if args.keep_precision:
+        raise ConfigError(
+            f"--tolerance {args.tolerance:g} has no effect with --keep-precision",
+            why="differences are judged by those of inputs that are changed in the last bit",
+            fix="leave --tolerance out",
+        )
 
 
 def parity_parser() -> CommandParser:
@@ -70,16 +97,15 @@ def parity_parser() -> CommandParser:
     parser.add_argument(
         "--tolerance",
         type=positive,
-        default=1e-5,
         metavar="T",
-        help="largest relative difference; ten times that for gradients (default: 1e-5); has no "
-        "part with --invariant",
+        help="largest relative difference; ten times that for gradients (default: "
+        f"{TOLERANCE:g}); has no part with --invariant and with --keep-precision",
     )
     parser.add_argument(
         "--keep-precision",
         action="store_true",
         help="train in the precision of the configuration, and judge by how far inputs that are "
-        "changed in the last bit move one rank; --tolerance has no part in it",
+        "changed in the last bit move one rank",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

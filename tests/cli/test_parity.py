@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nanotrain.cli.main import main
 from nanotrain.cli.parity import parity
 from nanotrain.parity import by_perturbation, check
 from nanotrain.prove import check as proof
@@ -39,3 +40,14 @@ def test_the_flag_chooses_the_judge(
     assert calls == [expected if keeps_precision else expected | {"tolerance": 1e-5}]
     assert parity([*line, "--json"]) == (0 if holds else 2)
     assert capsys.readouterr().out == "{}\n"
+
+
+@pytest.mark.parametrize("judge", ["--invariant", "--keep-precision"])
+def test_a_tolerance_that_nothing_is_judged_by_is_refused(
+    judge: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["parity", "--world-size", "2", "+config=tiny", judge]
+    assert main([*line, "--tolerance", "1e-5"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --tolerance 1e-05 has no effect with {judge}: ")
+    assert error.endswith("; leave --tolerance out\n")
