@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from nanotrain.errors import TopologyError
+from nanotrain.errors import ConfigError
 from nanotrain.topology.groups import GROUP_NAMES, Ranks
 from nanotrain.topology.topology import Topology
 
 # names of the axes in messages, the most specific first
 _NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "expert_dp", "dp_cp", "tp_cp")
+
+
+class Untypable(ConfigError):
+    """A layout that trains, but has no types: nothing is proved of it, nor found."""
 
 
 class Digit(NamedTuple):
@@ -55,7 +59,7 @@ class Axes:
         """The axes of a topology; `ends` are the first and the last stage of one rank.
 
         Raises:
-            TopologyError: the borders of two groups do not nest, so that no axes have both.
+            Untypable: the borders of two groups do not nest, so that no axes have both.
         """
         members = {name: topology.members(0, name) for name in GROUP_NAMES}
         # the first and the last stage are no product of axes
@@ -67,7 +71,7 @@ class Axes:
         ordered = sorted(borders)
         for low, high in pairwise(ordered):
             if high % low:
-                raise TopologyError(
+                raise Untypable(
                     "the groups of this layout cannot be typed",
                     why=f"they begin at multiples of {low} and of {high} ranks, which do not nest",
                     fix="choose sizes of which one divides the other, as powers of two",

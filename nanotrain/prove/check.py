@@ -19,10 +19,10 @@ from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
 from nanotrain.data.build import build_data
 from nanotrain.dry_run.stand_ins import on_meta
-from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.errors import ScheduleError
 from nanotrain.parity.shrink import shrink
 from nanotrain.plan.plan import Plan, plan_run
-from nanotrain.prove.axes import Axes
+from nanotrain.prove.axes import Axes, Untypable
 from nanotrain.prove.rules import TypedRecorder
 from nanotrain.prove.seams import Seams
 from nanotrain.quantities import count_of
@@ -86,11 +86,12 @@ def prove(config: Config, world_size: int, *, shapes: dict[Any, Any] | None = No
         shapes: shapes of results of operators, which several proofs may share to be faster.
 
     Raises:
-        TopologyError: the groups of the layout have no common axes.
-        ConfigError: a layer reads values on the host.
+        Untypable: the groups of the layout have no common axes, or a layer reads values on the
+            host.
+        ScheduleError: the pipeline schedule has no form with few microbatches.
     """
     if config.precision.invariant and config.model.moe is not None:
-        raise ConfigError(
+        raise Untypable(
             "invariant layers of experts cannot be typed",
             why="the host reads how many tokens each expert has",
             fix="leave --invariant out: the sums over ranks are the same",
@@ -142,7 +143,7 @@ def verdict(loaded: Loaded, world_size: int) -> list[str]:
     compared = f"compared: losses, norms, gradients and weights, as {what} of the small model"
     try:
         return [compared, *prove(config, world_size).verdict()]
-    except (ConfigError, TopologyError) as error:
+    except (Untypable, ScheduleError) as error:
         return [compared, f"not proved: {error}"]
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.errors import TopologyError
-from nanotrain.prove.axes import Axes, Digit
+from nanotrain.prove.axes import Axes, Digit, Untypable
 from nanotrain.topology.groups import GROUP_NAMES
 from nanotrain.topology.topology import Topology
 
@@ -57,5 +56,5 @@ def test_groups_that_do_not_nest_have_no_axes() -> None:
         expert_model_parallel_size=3,
         expert_tensor_parallel_size=1,
     )
-    with pytest.raises(TopologyError, match="cannot be typed: .* multiples of 2 and of 3"):
+    with pytest.raises(Untypable, match="cannot be typed: .* multiples of 2 and of 3"):
         Axes.of(topology)

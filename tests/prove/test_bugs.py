@@ -5,6 +5,9 @@ from types import ModuleType
 
 import pytest
 
+from nanotrain.errors import ScheduleError
+from nanotrain.prove import check
+from nanotrain.prove.axes import Untypable
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -35,3 +38,19 @@ def test_a_family_has_its_own_model(script: ModuleType) -> None:
     config = script.config_of(script.Layout("family=llama-tied --tensor-model-parallel-size 2", 4))
     assert not config.model.untie_embeddings_and_output_weights
     assert script.config_of(script.Layout("family=llama --tensor-model-parallel-size 3", 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "faults"), [(Untypable("no types"), ["no types"]), (ScheduleError("no form"), None)]
+)
+def test_a_layout_without_types_is_a_fault_and_one_without_a_schedule_is_not(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    faults: list[str] | None,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(check, "prove", fail)
+    assert script.faults_of(script.Layout("+config=tiny", 1)) == faults

@@ -5,8 +5,8 @@ import pytest
 from nanotrain.cli.dry_run import complete
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
-from nanotrain.errors import ConfigError
-from nanotrain.prove.check import Proof, prove
+from nanotrain.prove.axes import Untypable
+from nanotrain.prove.check import Proof, prove, verdict
 
 DENSE = "+config=tiny --vocab-size 512"
 EXPERTS = "+config=tiny_moe --vocab-size 512"
@@ -55,8 +55,10 @@ def test_a_layout_is_proved(line: str, world_size: int) -> None:
 
 
 def test_invariant_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the host reads how many tokens each expert has"):
-        proof_of(f"{EXPERTS} --invariant", 4)
+    line = f"{EXPERTS} --invariant"
+    with pytest.raises(Untypable, match="the host reads how many tokens each expert has"):
+        proof_of(line, 4)
+    assert verdict(load_line(parse(line.split())), 4)[1].startswith("not proved: invariant layers")
 
 
 def test_a_rank_of_thousands_is_proved() -> None:
