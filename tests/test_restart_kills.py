@@ -85,6 +85,8 @@ def test_losses_on_fewer_ranks_are_compared_within_rounding(script: ModuleType, 
     starts = case.run / "starts.jsonl"
     starts.write_text('{"world_size": 2}\n' * 2)
     assert script.judge(case, {}, expected).fault == "no rank has left"
+    write_steps(case, range(1, script.STEPS + 1), loss=2.0)
+    assert script.judge(case, {}, expected).fault == "losses, norms or samples differ"
     starts.write_text('{"world_size": 2}\n{"world_size": 1}\n')
     for loss, fault in ((1.0 + 9e-7, ""), (1.0 + 2e-6, "losses, norms or samples differ")):
         write_steps(case, range(1, script.STEPS + 1), loss=loss)

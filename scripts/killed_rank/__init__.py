@@ -107,7 +107,9 @@ class Phases:
             self._wait_for_spare()
         assert self._plan.seconds is not None, "kills have usual times"
         delay_s = kill.share * self._plan.seconds[phase]
-        threading.Timer(delay_s, self._kill, args=[index, phase]).start()
+        timer = threading.Timer(delay_s, self._kill, args=[index, phase])
+        timer.daemon = True  # a run that ends before its kill ends at once
+        timer.start()
 
     def _wait_for_spare(self) -> None:
         """Wait for the spare process, as if the run had been running for some time."""
