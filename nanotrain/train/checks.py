@@ -4,8 +4,8 @@ Every rank runs them on its own and finds the same mistakes. Nothing is written,
 group of rows asks for the device.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,24 @@ class Start:
     def available(self) -> int | None:
         """Bytes of memory for this rank; None if unknown."""
         return device.memory_per_rank(self.device, self.launch.local_world_size)
+
+    def among(self, members: Sequence[int]) -> "Start":
+        """The start of a run that some ranks have left, with the memory that was free at the start.
+
+        It is not measured again: the processes that stay hold some of it.
+
+        Args:
+            members: the ranks that are left, as for `Launch.among`.
+        """
+        launch = self.launch.among(members)
+        if launch is self.launch:
+            return self
+        available = self.available
+        if available is not None and self.device.type == "cpu":  # a share of the host memory
+            available = available * self.launch.local_world_size // launch.local_world_size
+        start = replace(self, launch=launch)
+        vars(start).update(device=self.device, available=available)  # the cached properties
+        return start
 
 
 def run_checks(start: Start) -> None:

@@ -10,7 +10,6 @@ All imports are at the top: `train/main.py` imports this file without garbage co
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from nanotrain.comm.generations import Generation
@@ -49,7 +48,7 @@ def _open_once(
 ) -> None:
     """Open the inputs, plan the run, join the groups and train to the end."""
     if generation is not None:
-        start = replace(start, launch=start.launch.among(generation.members))
+        start = start.among(generation.members)
     with taking_over(loaded.config, start.launch):
         _open_planned(loaded, generation, start=start, early_end=early_end)
 

@@ -2,16 +2,21 @@
 
 import builtins
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.load import load
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import is_in_use
 from nanotrain.train import main as entry
+from nanotrain.train import open_and_train
+from nanotrain.train.checks import Start
 from nanotrain.train.main import main
 from nanotrain.train.open_and_train import taking_over
+from nanotrain.train.phases import EarlyEnd
 from tests.train.small_run import arguments
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
@@ -54,3 +59,25 @@ def test_the_first_rank_that_is_left_has_the_run_folder(tmp_path, launch, is_loc
     with taking_over(config, launch):
         assert is_in_use(folder) == is_locked
     assert not is_in_use(folder)
+
+
+def test_a_restart_does_not_measure_the_memory_again(tmp_path, monkeypatch):
+    measured = []
+
+    def available_memory():
+        measured.append(1200 // (1 + len(measured)))
+        return measured[-1]
+
+    monkeypatch.setattr(device, "available_memory", available_memory)
+    monkeypatch.setattr(
+        open_and_train, "_open_planned", lambda *args, start, **_: seen.append(start)
+    )
+    seen: list[Start] = []
+    loaded = load(arguments(tmp_path, "--device", "cpu"))
+    start = Start(loaded.config, Launch(2, 2, 3, True, 3))
+    for members in [(0, 1, 2), (0, 1, 2), (0, 2)]:
+        generation = SimpleNamespace(members=members)
+        open_and_train._open_once(loaded, generation, start=start, early_end=EarlyEnd())
+    assert [each.available for each in seen] == [400, 400, 600]
+    assert [each.launch.rank for each in seen] == [2, 2, 1]
+    assert measured == [1200]
