@@ -5,7 +5,7 @@ Reporter          which process reports an error that all ranks raise
 recording         note the error of a block in the run folder
 HangRecord        the ranks that the others waited for, in hang-report.json
 read_failures, read_hang   both of a folder, without those of an earlier attempt
-remove_hang       once the run has gone on in the same processes
+remove_cured      once the run has gone on in the same processes
 
 A file of a rank is replaced by that of its next failure. Where all ranks raise one error, the first
 rank notes it; an error of one rank alone is noted by that rank.
@@ -15,7 +15,7 @@ import json
 import platform
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,7 +145,7 @@ def write_failure(folder: Path, failure: RankFailure) -> None:
         return
     with suppress(EnvironmentFault, OSError):
         (folder / FOLDER).mkdir(exist_ok=True)
-        write_text(folder / FOLDER / f"rank-{failure.rank:05d}.json", json.dumps(asdict(failure)))
+        write_text(_failure_path(folder, failure.rank), json.dumps(asdict(failure)))
 
 
 def read_failures(folder: Path, *, since_s: float = 0.0) -> list[RankFailure]:
@@ -174,10 +174,22 @@ def read_hang(folder: Path, *, since_s: float = 0.0) -> HangRecord | None:
     return record if record.time_s >= since_s else None
 
 
-def remove_hang(folder: Path) -> None:
-    """Remove the record of a hang that was cured, by which a later failure would be judged."""
-    with suppress(OSError):
-        (folder / HANG).unlink()
+def remove_cured(folder: Path, *, members: Iterable[int]) -> None:
+    """Remove the notes of a cured fault, by which a later failure would be judged.
+
+    Args:
+        folder: run folder.
+        members: ranks that are left, with the numbers of their starts.
+    """
+    kept = {_failure_path(folder, rank) for rank in members}
+    left = set((folder / FOLDER).glob("rank-*.json")) - kept
+    for path in (folder / HANG, *left):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _failure_path(folder: Path, rank: int) -> Path:
+    return folder / FOLDER / f"rank-{rank:05d}.json"
 
 
 def hosts_of(failures: Sequence[RankFailure]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from nanotrain.runs.failures import (
     read_failures,
     read_hang,
     recording,
+    remove_cured,
     write_failure,
 )
 from nanotrain.runs.lock import LOCK_NAME, InUse
@@ -74,3 +75,14 @@ def test_a_hang_record_is_read_back_unless_it_is_older(tmp_path):
     assert read_hang(tmp_path, since_s=6.0) is None
     (tmp_path / HANG).write_text('{"time_s": 5.0, "headline": "x", "ranks": [1]}')
     assert read_hang(tmp_path) is None
+
+
+def test_a_rank_that_has_left_leaves_no_note_of_its_error(tmp_path):
+    (tmp_path / LOCK_NAME).touch()
+    for rank in range(4):
+        fail(tmp_path, KeyError("layers"), rank=rank)
+    HangRecord(5.0, "rank 1 is behind", ()).write(tmp_path)
+    remove_cured(tmp_path, members=(0, 2))
+    assert [failure.rank for failure in read_failures(tmp_path)] == [0, 2]
+    assert read_hang(tmp_path) is None
+    remove_cured(tmp_path, members=(0, 2))

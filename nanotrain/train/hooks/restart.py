@@ -6,7 +6,7 @@ import time
 from nanotrain.comm.generation_store import Restart
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
-from nanotrain.runs.failures import remove_hang
+from nanotrain.runs.failures import remove_cured
 from nanotrain.runs.files import disk_errors, open_append, write_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
@@ -67,7 +67,7 @@ class RestartHook(Hook):
             "total_seconds": round(total_s, 3),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
-        remove_hang(run.folder.path)
+        remove_cured(run.folder.path, members=generation.members)
         path = run.folder.path / FILE
         with open_append(path) as file, disk_errors(path):
             write_all(file, json.dumps(row).encode() + b"\n")

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanotrain.comm.generation_store import Fault, Restart
-from nanotrain.runs.failures import HangRecord, read_hang
+from nanotrain.runs.failures import HangRecord, RankFailure, read_hang, write_failure
+from nanotrain.runs.lock import LOCK_NAME
+from nanotrain.runs.verdict import judge_run
 from nanotrain.train.hooks.restart import FILE, RestartHook, seconds_of_restart
 
 
-def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
-    tmp_path: Path,
-) -> None:
+def test_a_restart_is_recorded_and_what_it_cured_is_not_judged_again(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).touch()
+    write_failure(tmp_path, RankFailure(1, "a", 11.0, "ValueError", "with it rank 1 left"))
     HangRecord(10.0, "rank 1 is stopped", ()).write(tmp_path)
     restart = Restart(Fault(1, "is stopped", 10.0, step=6), noticed_s=10.5, met_s=12.0)
     generation = SimpleNamespace(
@@ -35,6 +37,8 @@ def test_a_restart_is_recorded_and_the_hang_that_it_cured_is_not_judged_again(
     assert (row["step"], row["fault_step"], row["fault"]) == (4, 6, "is stopped")
     assert (row["ranks"], row["rank"]) == (2, 1)
     assert read_hang(tmp_path) is None
+    verdict = judge_run(tmp_path, exit_codes={0: 2, 2: -9})
+    assert (verdict.action, verdict.rule) == ("restart", "ended_by_signal")
 
 
 def test_the_parts_of_a_restart_add_up() -> None:
