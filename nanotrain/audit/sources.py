@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanotrain.audit.arguments import Argument, FlagValues, number_of, read_arguments
+from nanotrain.audit.arguments import Argument, FlagValues, read_arguments
+from nanotrain.audit.launch_ranks import (
+    MAX_RANKS,
+    batch_options,
+    count_in,
+    limited,
+    ranks_of_launch,
+)
 from nanotrain.audit.shell_script import Script, read_script
 from nanotrain.audit.shell_values import MARK, unset_names, without_marks
 from nanotrain.config.arguments import FLAGS
@@ -27,12 +34,10 @@ from nanotrain.untrusted import parse_yaml, plain_text, read_file, unreadable
 
 DEFAULTS: dict[str, Any] = TABLE["defaults"]  # of Megatron-LM, where they ask for something
 MAX_BYTES = 1 << 18
-MAX_RANKS = 200_000
 MAX_WORDS = 5_000
 FIX = "name a launch script, a file of arguments, or a folder of --save"
 # variables of a script that decide what Megatron-LM accepts
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
-SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\d{1,6})\s*$", flags=re.MULTILINE)
 # several values of a flag in a YAML file, but not a pattern such as [0]*3+[1]*58
 WORDS_IN_BRACKETS = re.compile(r"\[[A-Za-z_][\w. ]*\]")
 # sizes of the groups of a model, and of its experts
@@ -48,17 +53,6 @@ EXPERT_SIZES = frozenset(
 )
 DATA_PARALLEL_SIZE = "--data-parallel-size"
 EXPERT_DATA_PARALLEL_SIZE = "data-parallel size of experts"  # no flag has it
-NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines")
-# options of torchrun, of DeepSpeed's launcher, and of Slurm
-RANKS_OF_NODE = (
-    "--nproc-per-node",
-    "--nproc_per_node",
-    "--num_gpus",
-    "--ntasks-per-node",
-    "--gpus-per-node",
-)
-# options of accelerate, of mpirun and of Slurm
-RANKS_IN_ALL = ("--num_processes", "--num-processes", "-np", "--np", "--ntasks", "-n")
 
 
 @dataclass
@@ -130,10 +124,7 @@ def read_source(path: Path, *, variables: Mapping[str, str]) -> Source:
     if path.suffix in (".yaml", ".yml"):
         return require_flags(source_of_yaml(path, text))
     script = read_script(text, variables=variables)
-    source = source_of_script(str(path), script)
-    if source.ranks is None:
-        source.ranks = ranks_of(dict(SBATCH.findall(text)))
-    return require_flags(source)
+    return require_flags(source_of_script(str(path), script, batch=batch_options(text)))
 
 
 def read_text(path: Path) -> str:
@@ -237,8 +228,14 @@ def words_of_value(flag: str, value: Any) -> list[str]:
     return words
 
 
-def source_of_script(name: str, script: Script) -> Source:
-    """The arguments that a script launches a program with."""
+def source_of_script(name: str, script: Script, *, batch: Mapping[str, str]) -> Source:
+    """The arguments that a script launches a program with.
+
+    Args:
+        name: the file, for the report.
+        script: the script.
+        batch: options of its #SBATCH lines.
+    """
     launch = chosen_launch(script)
     index = start_of_arguments(launch)
     arguments = read_arguments(launch[index:])[0]
@@ -249,7 +246,10 @@ def source_of_script(name: str, script: Script) -> Source:
         source.notes.append(
             f"the script has {len(script.launches)} launches: the one with the most flags is read"
         )
-    source.ranks = ranks_of(launcher_values(launch[:index])) or ranks_variable(script)
+    launcher = launch[:index]
+    source.ranks = (
+        ranks_of_launch(launcher, {}) or ranks_variable(script) or ranks_of_launch(launcher, batch)
+    )
     for variable in VARIABLES:
         value = script.variables.get(variable)
         if isinstance(value, str):
@@ -306,43 +306,10 @@ def start_of_arguments(words: Sequence[str]) -> int:
     return len(words)
 
 
-def launcher_values(words: Sequence[str]) -> dict[str, str]:
-    """The options of torchrun, srun and other launchers with their values."""
-    values = {}
-    for index, word in enumerate(words):
-        flag, has_value, value = word.partition("=")
-        following = words[index + 1] if index + 1 < len(words) else ""
-        values[flag] = value if has_value else following
-    return values
-
-
-def ranks_of(values: Mapping[str, str]) -> int | None:
-    """The number of ranks that options of a launcher name; None where they do not."""
-    per_node = [values[name] for name in RANKS_OF_NODE if name in values]
-    nodes = [values[name] for name in NODES if name in values]
-    in_all = [values[name] for name in RANKS_IN_ALL if name in values]
-    if not per_node:
-        ranks = count_in(in_all[0]) if in_all else None
-        return ranks if ranks is not None and ranks <= MAX_RANKS else None
-    ranks = count_in(per_node[0])
-    num_nodes = count_in(nodes[0]) if nodes else 1
-    if ranks is None or num_nodes is None or ranks * num_nodes > MAX_RANKS:
-        return None
-    return ranks * num_nodes
-
-
-def count_in(text: str) -> int | None:
-    """A text as a number of at least 1; None for other texts."""
-    number = number_of(text)
-    is_count = number is not None and number >= 1 and number == int(number)
-    return int(number) if number is not None and is_count else None
-
-
 def ranks_variable(script: Script) -> int | None:
     """The value of the variable WORLD_SIZE of a script."""
     value = script.variables.get("WORLD_SIZE", "")
-    ranks = count_in(value) if isinstance(value, str) else None
-    return ranks if ranks is not None and ranks <= MAX_RANKS else None
+    return limited(count_in(value)) if isinstance(value, str) else None
 
 
 def source_of_stored(name: str, stored: Mapping[str, Any]) -> Source:

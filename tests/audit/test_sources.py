@@ -78,7 +78,30 @@ def test_a_size_of_an_unset_variable_leaves_the_data_parallel_sizes_unknown(tmp_
 
 
 def test_ranks_are_those_of_slurm_where_the_launch_has_none(tmp_path):
-    assert read(tmp_path, SCRIPT.replace("--nproc_per_node $GPUS", "")).ranks == 32
+    direct = SCRIPT.replace("torchrun --nproc_per_node $GPUS --nnodes ${NODES:-2}", "srun python")
+    assert read(tmp_path, direct).ranks == 32
+    assert read(tmp_path, SCRIPT.replace("--nproc_per_node $GPUS", "")).ranks is None
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "ranks"),
+    [
+        # tasks are no ranks where each starts several
+        ("--nodes=16 --ntasks=16", "srun torchrun --nproc_per_node $SLURM_GPUS_ON_NODE", None),
+        ("--nodes=16 --ntasks-per-node=1", "srun torchrun --nproc-per-node=gpu", None),
+        ("--nodes=16 --ntasks=16", "srun python -m torch.distributed.run", None),
+        ("-n 16", "srun accelerate launch --num_processes $RANKS", None),
+        ("--ntasks=16", "srun $LAUNCHER", None),
+        ("--nodes=16 --ntasks=16 --gres=gpu:8", "srun torchrun --nproc_per_node $GPUS", 128),
+        ("--nodes=16\n#SBATCH --gres=gpu:h100:4", "srun torchrun --nproc_per_node $GPUS", 64),
+        ("--nodes=16 --ntasks=16", "srun torchrun --nproc_per_node 8 --nnodes $NODES", 128),
+        ("--nodes=16 --gpus-per-node=8", "srun python", 128),
+        ("--nodes=2 --ntasks=16  # all", "srun python", 16),
+    ],
+)
+def test_tasks_of_slurm_are_ranks_where_they_start_python(tmp_path, options, launch, ranks):
+    script = f"#!/bin/bash\n#SBATCH {options}\n{launch} pretrain_gpt.py --num-layers 4\n"
+    assert read(tmp_path, script).ranks == ranks
 
 
 @pytest.mark.parametrize(
