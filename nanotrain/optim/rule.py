@@ -1,4 +1,4 @@
-"""The interfaces of update rules and of their arithmetic: functions without tensors.
+"""The interfaces of update rules and of their arithmetic, and the plain arithmetic.
 
 UpdateRule       one row of `OPTIMIZERS`: an elementwise rule and, optionally, a rule for matrices
 MatrixRule       an update that depends on all elements of a matrix (Muon)
@@ -7,6 +7,8 @@ ParamRange       fp32 main params, gradients and state of consecutive elements
 UpdateStep       hyperparameters of one step
 param_groups     the ranges with equal learning rate and weight decay
 StepArithmetic   how a step sums squares of gradients, and the form of its update rule
+squared_norm     the sum of squares of the gradients of a rank
+PLAIN_ARITHMETIC rounded sums of squares, and the update rule as it is
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,10 @@ from torch import Tensor
 from nanotrain.config.config import OptimConfig
 
 Shape = tuple[int, int]  # rows (outputs) and columns (inputs) of a matrix
+# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and
+# the loss depends on the length of the shard. With rows of this length the relative error is 3e-9,
+# at the same cost.
+ROW_NUMEL = 4096
 
 
 @dataclass(frozen=True)
@@ -223,3 +229,41 @@ class StepArithmetic:
     local: Callable[..., Tensor]
     join: Callable[[Tensor], Tensor]  # [n] of all ranks -> the sum of squares, an fp64 scalar
     form_of: Callable[[UpdateRule], UpdateRule]
+
+
+def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Sum of the squares of this rank's shards, an fp64 scalar; not finite if any element is not.
+
+    The norm is the root of the sum over all ranks.
+
+    Args:
+        grad_shards: flat gradients of this rank: padding is zero and each element is passed by one
+            rank only.
+        device: device of the result.
+    """
+    total = torch.zeros((), device=device)
+    for shard in grad_shards:
+        total = total + _squared_norm(shard)
+    return total.double()
+
+
+def _squared_norm(shard: Tensor) -> Tensor:
+    """Sum of squares as an fp64 scalar: fp32 within rows, fp64 across rows."""
+    numel_in_rows = shard.numel() // ROW_NUMEL * ROW_NUMEL
+    full_rows = shard[:numel_in_rows].view(-1, ROW_NUMEL)
+    rows = torch.linalg.vector_norm(full_rows, dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(shard[numel_in_rows:], dtype=torch.float32)
+    return rows.double().square().sum() + rest.double().square()
+
+
+def _one_number(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """[1], `squared_norm`."""
+    return squared_norm(grad_shards, device=device)[None]
+
+
+def _first(squares: Tensor) -> Tensor:
+    """The only number of [1]."""
+    return squares[0]
+
+
+PLAIN_ARITHMETIC = StepArithmetic(_one_number, _first, form_of=lambda rule: rule)

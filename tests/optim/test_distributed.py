@@ -17,13 +17,8 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.optim.distributed import (
-    PLAIN_ARITHMETIC,
-    ROW_NUMEL,
-    DistributedOptimizer,
-    clip_factor,
-    squared_norm,
-)
+from nanotrain.optim.distributed import DistributedOptimizer, clip_factor
+from nanotrain.optim.rule import PLAIN_ARITHMETIC, ROW_NUMEL, squared_norm
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import DTYPE_NAMES, Precision
 from nanotrain.precision.loss_scale import LossScale

@@ -7,9 +7,8 @@ import torch
 
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
-from nanotrain.optim.distributed import PLAIN_ARITHMETIC
 from nanotrain.optim.invariant import EXACT_ARITHMETIC, in_whole_vectors
-from nanotrain.optim.rule import MatrixRule, ParamRange, UpdateStep
+from nanotrain.optim.rule import PLAIN_ARITHMETIC, MatrixRule, ParamRange, UpdateStep
 
 NUMEL = 1003
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.optim.distributed import Update, squared_norm
+from nanotrain.optim.distributed import Update
+from nanotrain.optim.rule import squared_norm
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.train.parts.part import BuiltModel, StepPart
