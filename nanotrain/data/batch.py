@@ -2,6 +2,7 @@
 
     Sample            one sequence as numpy arrays, from a dataset
     SampleDataset     samples by index
+    JoinedDatasets    samples of several datasets
     Batch             samples stacked into torch tensors by `collate`
     split_sequences   shorter sequences from the samples of a batch
 
@@ -10,7 +11,7 @@ Shape legend: B samples per microbatch, S tokens per sample.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,6 +47,15 @@ class SampleDataset(Protocol):
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0."""
+
+
+@runtime_checkable
+class JoinedDatasets(SampleDataset, Protocol):
+    """A dataset whose samples are those of several datasets, as of a blend."""
+
+    @property
+    def datasets(self) -> tuple[SampleDataset, ...]:
+        """The datasets, each with samples of its own."""
 
 
 @dataclass(frozen=True)

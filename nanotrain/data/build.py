@@ -21,7 +21,7 @@ from typing import Any
 
 from nanotrain.config.config import DataConfig
 from nanotrain.config.data_stages import read_named, read_stages, stage_bounds
-from nanotrain.data.batch import SampleDataset
+from nanotrain.data.batch import JoinedDatasets, SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.checksums import is_same_corpus
 from nanotrain.data.conversations import check_masks
@@ -397,7 +397,7 @@ def _blend(
 
 def corpora_of(samples: SampleDataset | None) -> tuple[GPTDataset, ...]:
     """The corpora of a split; empty for random tokens."""
-    parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
+    parts = samples.datasets if isinstance(samples, JoinedDatasets) else (samples,)
     return tuple(part for part in parts if isinstance(part, GPTDataset))
 
 

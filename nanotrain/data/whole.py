@@ -6,8 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from nanotrain.data.batch import Sample, SampleDataset
-from nanotrain.data.blend import BlendedDataset
+from nanotrain.data.batch import JoinedDatasets, Sample, SampleDataset
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class WholeSplit:
     def of(cls, samples: SampleDataset) -> Self:
         """The corpora of a split, one after another."""
         parts: Iterable[SampleDataset] = [samples]
-        if isinstance(samples, BlendedDataset):
+        if isinstance(samples, JoinedDatasets):
             parts = samples.datasets
         return cls(tuple(parts))
 

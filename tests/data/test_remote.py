@@ -29,6 +29,7 @@ from nanotrain.data.run_tokenizer import tokenizer_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.token_format import bin_path, mask_path, sums_path
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from nanotrain.data.whole import WholeSplit
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.paths import Address
 from nanotrain.storage import remote as storage
@@ -287,6 +288,24 @@ def test_samples_of_the_next_steps_are_read_ahead_in_their_order(
     order.clear()
     next(unread)
     assert not order
+
+
+def test_a_full_validation_reads_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_THREADS_AHEAD", 1)
+    train = build_data(store.config(), vocab_size=100, seed=5, required=("train",)).train
+    assert train is not None
+    whole = WholeSplit.of(train)
+    assert fingerprints(whole) == fingerprints(train)
+    read: set[int] = set()
+    monkeypatch.setattr(type(train), "window", lambda self, index: read.add(index) or index)
+    sampler = SamplerConfig(dp_rank=0, dp_size=1, micro_batch_size=2, global_batch_size=4)
+    batches = GlobalBatchLoader(whole, sampler=sampler)
+    next(batches)
+    deadline = time.monotonic() + 20
+    while not read >= set(range(8)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    batches.close()
+    assert read >= set(range(8)), "samples of the next global batch too"
 
 
 def test_a_missing_object_and_the_tokenizer_beside_the_tokens(store: Store) -> None:
