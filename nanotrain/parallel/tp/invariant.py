@@ -85,6 +85,14 @@ class UnitBlocks:
         length = self.block_length if x.shape[1] % self.block_length == 0 else x.shape[1]
         return x.reshape(-1, length, x.shape[2])
 
+    def trained_rows(self, x: Tensor) -> Tensor:
+        """`rows` of a sequence with gradients, whose blocks have one length in every layout."""
+        assert x.shape[1] % self.block_length == 0, (
+            f"a sequence of {x.shape[1]} positions with gradients has no whole blocks of "
+            f"{self.block_length}"
+        )
+        return self.rows(x)
+
 
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
     """[L, b, I], [I, O] or [L, I, O] -> [L, b, O]: one product per block, all of one shape.
@@ -199,14 +207,14 @@ class _ColumnParallel(torch.autograd.Function):
         num_blocks = ctx.blocks.local(tensor_parallel.group)
         trains_weights = ctx.needs_input_grad[4 : 4 + ctx.num_layers]
         trains_biases = ctx.needs_input_grad[4 + ctx.num_layers :]
-        grad_blocks = [in_blocks(ctx.blocks.rows(grad), num_blocks) for grad in grads]
+        grad_blocks = [in_blocks(ctx.blocks.trained_rows(grad), num_blocks) for grad in grads]
         grad_x = None
         if ctx.needs_input_grad[0]:
             parts = _input_gradients(grad_blocks, weights)
             total = sum_over_blocks(parts, tensor_parallel.group)
             full = total.view(*grads[0].shape[:2], -1).to(x.dtype)
             grad_x = tensor_parallel.local_slice(full)
-        rows = ctx.blocks.rows(tensor_parallel.start_enter(x).wait())[None]
+        rows = ctx.blocks.trained_rows(tensor_parallel.start_enter(x).wait())[None]
         num_addends = ctx.blocks.num_rows
         grad_weights: list[Tensor | None] = []
         for blocked, is_trained in zip(grad_blocks, trains_weights, strict=True):
@@ -275,13 +283,13 @@ class _RowParallel(torch.autograd.Function):
         num_blocks = ctx.blocks.local(ctx.tensor_parallel.group)
         grad_x = None
         if needs_dgrad:
-            grad_rows = ctx.blocks.rows(full)
+            grad_rows = ctx.blocks.trained_rows(full)
             parts = [multiply(grad_rows, part) for part in in_blocks(weight, num_blocks)]
             grad_x = torch.cat(parts, dim=2).view(x.shape)
         grad_weight = None
         if trains_weight:
-            scaled = ctx.blocks.rows(full * UNITS)[None]
-            inputs = in_blocks(ctx.blocks.rows(x), num_blocks)
+            scaled = ctx.blocks.trained_rows(full * UNITS)[None]
+            inputs = in_blocks(ctx.blocks.trained_rows(x), num_blocks)
             total = weight_gradient(scaled, inputs, num_addends=ctx.blocks.num_rows)
             grad_weight = from_units(total).movedim(0, 1).flatten(1)
         return grad_x, grad_weight, grad_bias, None, None

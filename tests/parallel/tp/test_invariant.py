@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.tp.invariant import UnitBlocks, invariant_functions, look_up, multiply
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
@@ -149,3 +150,15 @@ def test_a_product_has_the_same_bits_at_any_place_of_a_batch(
     order = torch.randperm(9, generator=draw)
     assert torch.equal(multiply(rows[order], matrix), together[order])
     torch.testing.assert_close(together, rows @ matrix)
+
+
+def test_a_sequence_with_gradients_has_whole_blocks() -> None:
+    """Generation has any length; a gradient of one block of another length has other bits."""
+    functions = invariant_functions(BLOCKS)
+    single = TensorParallel(Group.single_rank("tp"), False, functions=functions)
+    up, up_bias, *_ = weights()
+    layer = ColumnParallelLinear(param(up), param(up_bias), tensor_parallel=single)
+    out = layer(inputs()[:, :7])
+    assert out.shape == (3, 7, INNER)
+    with pytest.raises(AssertionError, match="7 positions .* whole blocks of 4"):
+        out.sum().backward()
