@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanotrain.cli.checks import refuse_inside_torchrun
 from nanotrain.config.flags import known_flags, parse
-from nanotrain.config.load import Loaded, load_line, reply
+from nanotrain.config.load import load_line, reply
 from nanotrain.config.overrides import begins_argument
 from nanotrain.config.rules.check import validate_start
 from nanotrain.config.suggest import by_spelling
@@ -143,22 +143,26 @@ def launch(
     if line.help_topic is not None:
         return 0
     loaded = load_line(line)
-    check = partial(_check_ranks, loaded)
+    check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
     program = ["nanotrain.train", *arguments]
     with importing_torch():
         from nanotrain.launch.start_ranks import check_ranks, start_ranks
         from nanotrain.launch.supervisor import Limits
         from nanotrain.train.inputs import check_local_files
 
-    if text is not None:
-        check_ranks(program, options=options, check=check)
-        return 0
-    check_local_files(loaded)
-    folder = RunFolder.of(loaded.config).path
     train = loaded.config.train
     in_place = None
     if train.inprocess_restart:
-        in_place = Limits(train.inprocess_max_iterations, partial(largest_world, loaded.config))
+        in_place = Limits(
+            train.inprocess_max_iterations,
+            largest_world=partial(largest_world, loaded.config),
+            require_smaller_world=partial(require_smaller_world, loaded.config),
+        )
+    if text is not None:
+        check_ranks(program, options=options, check=check, in_place=in_place)
+        return 0
+    check_local_files(loaded)
+    folder = RunFolder.of(loaded.config).path
     return start_ranks(
         program,
         options=options,
@@ -167,12 +171,6 @@ def launch(
         on_failure=partial(print_verdict, folder, since_s=time.time()),
         in_place=in_place,
     )
-
-
-def _check_ranks(loaded: Loaded, world_size: int) -> None:
-    """Check the rules that need the number of ranks."""
-    validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
-    require_smaller_world(loaded.config, world_size)
 
 
 def print_verdict(folder: Path, exit_codes: Mapping[int, int], *, since_s: float) -> None:

@@ -74,6 +74,11 @@ class ErrorOfAnother(ReportedFault):
     """This rank ends for another one, by whose end the failure is judged (`runs/verdict.py`)."""
 
 
+def is_supervised() -> bool:
+    """Whether the launcher of this rank starts a rank that died again, alone."""
+    return SUPERVISED in os.environ
+
+
 class Generations:
     """This rank's part of the agreement.
 
@@ -96,7 +101,7 @@ class Generations:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.is_supervised = SUPERVISED in os.environ
+        self.is_supervised = is_supervised()
         self.timeout = timeout
         self.max_restarts = max_restarts
         self._become_first = become_first

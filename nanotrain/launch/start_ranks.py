@@ -92,7 +92,7 @@ def start_ranks(
         NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not
             meet.
     """
-    args = check_ranks(program, options=options, check=check)
+    args = check_ranks(program, options=options, check=check, in_place=in_place)
     require_meeting_place(args, options)
     require_one_launcher(environment, num_machines=parse_min_max_nnodes(args.nnodes)[1])
     num_local = local_world_size(args.nproc_per_node)
@@ -104,7 +104,8 @@ def start_ranks(
         if why_agent:
             print(
                 f"--inprocess-restart {why_agent}: torchrun's agent starts the ranks, and ends all "
-                "of them where one dies; errors that a rank raises are restarted in place",
+                "of them where one dies, so that no rank leaves; errors that a rank raises are "
+                "restarted in place",
                 file=sys.stderr,
                 flush=True,
             )
@@ -145,7 +146,11 @@ def _end_of_job(
 
 
 def check_ranks(
-    program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]
+    program: Sequence[str],
+    *,
+    options: Sequence[str],
+    check: Callable[[int], object],
+    in_place: Limits | None = None,
 ) -> Namespace:
     """Parse torchrun's options and check that their number of ranks fits the layout.
 
@@ -168,6 +173,8 @@ def check_ranks(
         )
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         check(num_local * max_nodes)
+    if in_place is not None and not reason_for_agent(args, options):
+        in_place.require_smaller_world(num_local)
     return args
 
 

@@ -144,6 +144,8 @@ class Limits:
     max_restarts: int  # restarts in place after which a death ends the run
     # the ranks that go on if at most so many are left; 0: none leaves
     largest_world: Callable[[int], int] = lambda at_most: 0
+    # raises where none of so many ranks may leave
+    require_smaller_world: Callable[[int], object] = lambda num_ranks: None
 
 
 class Supervisor:

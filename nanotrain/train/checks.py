@@ -16,6 +16,7 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.attention.scan_kernels import installed_packages, missing_packages
 from nanotrain.checkpoint.stored import require_writable
 from nanotrain.comm import device
+from nanotrain.comm.generations import is_supervised
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config
 from nanotrain.config.rules.check import check_groups
@@ -97,7 +98,12 @@ def check_replaceable_names(start: Start) -> None:
 
 
 def check_ranks_may_leave(start: Start) -> None:
-    """Check that the layout has a smaller world, if ranks may leave the run."""
+    """Check that the layout has a smaller world, if ranks may leave the run.
+
+    The agent of torchrun lets none leave.
+    """
+    if start.launch.is_distributed and not is_supervised():
+        return
     require_smaller_world(start.config, start.launch.world_size)
 
 

@@ -54,7 +54,7 @@ def train_with_restarts(
     if not generations.is_supervised:
         log.info(
             "restart in place: after an error of a rank; torchrun ends all ranks where one dies, "
-            "`nanotrain train --nproc-per-node` starts that one again"
+            "so that no rank leaves; `nanotrain train --nproc-per-node` starts that one again"
         )
     while not _finishes(generations, train):
         gc.collect()  # hooks and buffers of the generation refer to each other

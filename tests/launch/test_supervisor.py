@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from nanotrain.comm.generation_store import Decision, Fault, FinalError, GenerationStore
-from nanotrain.launch.start_ranks import read_options, reason_for_agent
+from nanotrain.launch.start_ranks import check_ranks, read_options, reason_for_agent
 from nanotrain.launch.supervisor import Limits, RankStarter, Supervisor, rank_environment
 from tests.harness import HANG_S
 
@@ -292,3 +292,14 @@ def test_what_only_the_agent_of_torchrun_can_start_has_a_reason(
     options: list[str], says: str
 ) -> None:
     assert reason_for_agent(read_options(options, ["program"]), options) == says
+
+
+@pytest.mark.parametrize(("options", "numbers"), [([], [2]), (["--max-restarts=3"], [])])
+def test_that_ranks_may_leave_is_checked_where_they_do(
+    options: list[str], numbers: list[int]
+) -> None:
+    checked: list[int] = []
+    limits = Limits(3, require_smaller_world=checked.append)
+    ranks = ["--nproc-per-node=2", *options]
+    check_ranks(["program"], options=ranks, check=lambda num_ranks: None, in_place=limits)
+    assert checked == numbers

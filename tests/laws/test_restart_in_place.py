@@ -419,5 +419,5 @@ def test_an_error_in_a_job_of_torchrun_is_restarted_in_place(
     job = Job(folder / "torchrun", is_supervised=False)
     job.train(arguments(job.run, FLAGS, IN_PLACE), RAISED)
     assert not job.failed, job.output
-    assert "torchrun ends all ranks where one dies" in job.output
+    assert "torchrun ends all ranks where one dies, so that no rank leaves" in job.output
     assert_same_to_the_bit(job.run, reference(2, ""))

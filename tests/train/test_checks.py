@@ -1,8 +1,11 @@
 """What is found before a run: all mistakes in one message, on the device that it has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from nanotrain.comm.generations import SUPERVISED
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault
@@ -11,6 +14,7 @@ from nanotrain.train.checks import (
     CHECKS,
     Start,
     check_linear_attention,
+    check_ranks_may_leave,
     check_settings,
     check_token_dispatcher,
     check_trackers,
@@ -41,6 +45,16 @@ def test_only_the_last_group_asks_for_the_device(monkeypatch, tmp_path) -> None:
     start = start_of("--mock-data", "--run-dir", str(tmp_path))
     for row in (row for group in CHECKS[:-1] for row in group):
         row(start)
+
+
+def test_a_layout_without_a_smaller_world_is_refused_where_a_rank_may_leave(monkeypatch) -> None:
+    flags = "--mock-data --inprocess-restart --inprocess-min-ranks 2 --global-batch-size 4"
+    start = replace(start_of(*flags.split()), launch=Launch(0, 0, 2, is_distributed=True))
+    monkeypatch.delenv(SUPERVISED, raising=False)
+    check_ranks_may_leave(start)  # the agent of torchrun ends all ranks
+    monkeypatch.setenv(SUPERVISED, "1")
+    with pytest.raises(ConfigError, match="no rank of 2 ranks can leave the run"):
+        check_ranks_may_leave(start)
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch):
