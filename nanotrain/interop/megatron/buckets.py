@@ -26,7 +26,16 @@ from torch import Tensor
 
 from nanotrain.interop.dcp.tensors import TensorFolder
 from nanotrain.interop.imported import StateError
-from nanotrain.interop.megatron.names import EXPERTS, TABLES, Block, blocks, leaves
+from nanotrain.interop.megatron.names import (
+    BUCKET_ORDERS,
+    EXPERTS,
+    MAMBA_CONVOLUTIONS,
+    TABLES,
+    Block,
+    ModuleNames,
+    blocks,
+    leaves,
+)
 from nanotrain.interop.megatron.placement import Location, Placement, is_expert
 from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import Box
@@ -221,18 +230,18 @@ class BucketState:
             ValueError: they lie in no known order.
         """
         has_mamba = "mamba2" in self._placement.shape.mixers
-        orders = module_orders(self._layout, has_mamba=has_mamba)
-        for number, order in enumerate(orders, start=1):
-            self._order = order
+        reasons = []
+        for order in module_orders(self._layout, has_mamba=has_mamba):
+            self._order = order.modules
             self._segments = {}
             try:
                 self._fill()
                 self._check()
-            except ValueError:
-                if number == len(orders):
-                    raise
+            except ValueError as error:
+                reasons.append(f"{order.versions}: {error}" if order.versions else str(error))
             else:
                 return
+        raise ValueError("; ".join(reasons))
 
     def _fill(self) -> None:
         """The segments of all buffers."""
@@ -334,18 +343,18 @@ class BucketState:
             raise ValueError(
                 f"experts on {layout.etp} tensor-parallel ranks lie among weights on {layout.tp}"
             )
-        for module in self._order:
-            if isinstance(module, list):
-                parts: list[Weight] = []
-                for part in module:
-                    parts += self._block_weights(part, block)
-                if parts:
-                    yield tuple(parts)
-            elif module != EXPERTS:
-                for weight in self._block_weights(module, block):
-                    yield (weight,)
-            elif layout.ep == 1:
-                yield from self._expert_params(block, range(self._num_experts))
+        for names in self._order:
+            if names == (EXPERTS,):
+                if layout.ep == 1:
+                    yield from self._expert_params(block, range(self._num_experts))
+                continue
+            weights: list[Weight] = []
+            for name in names:
+                weights += self._block_weights(name, block)
+            if len(names) > 1 and weights:
+                yield tuple(weights)
+            elif len(names) == 1:
+                yield from ((weight,) for weight in weights)
 
     def _mtp_params(self) -> Iterator[Parameter]:
         """The parameters of multi-token prediction that are not experts."""
@@ -409,18 +418,27 @@ class BucketState:
                     raise ValueError(f"{location.key} is in no bucket")
 
 
-def module_orders(layout: Layout, *, has_mamba: bool) -> list[list[Any]]:
-    """The orders of the modules of a layer in versions of Megatron-LM, the earlier one first.
+class ModuleOrder(NamedTuple):
+    """An order of the modules of a layer."""
+
+    versions: str  # of Megatron-LM; empty if all have this one
+    modules: list[ModuleNames]
+
+
+def module_orders(layout: Layout, *, has_mamba: bool) -> list[ModuleOrder]:
+    """The orders of the modules of a layout in versions of Megatron-LM, the earlier one first.
 
     Since core 0.19 the convolutions of Mamba-2 are parameters of its mixer, before the others.
     """
     name = "local" if layout.has_local_layers else "transformer_engine"
-    order: list[Any] = TABLES["bucket_order"][name]
+    modules = BUCKET_ORDERS[name]
     if not has_mamba:
-        return [order]
-    convolutions = [module for module in order if "mixer.conv1d." in module[0]]
-    others = [module for module in order if module not in convolutions]
-    return [order, [*convolutions, *others]]
+        return [ModuleOrder("", modules)]
+    others = [names for names in modules if names not in MAMBA_CONVOLUTIONS]
+    return [
+        ModuleOrder("before core 0.19", modules),
+        ModuleOrder("since core 0.19", [*MAMBA_CONVOLUTIONS, *others]),
+    ]
 
 
 def numel_of(boxes: Sequence[Box]) -> int:

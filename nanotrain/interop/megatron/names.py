@@ -1,6 +1,7 @@
 """Names of modules of Megatron-LM, and the modules of nanotrain whose rows they have.
 
     TABLES           names.yaml
+    BUCKET_ORDERS    the modules of a layer in the order of its parameters in a bucket
     blocks           the layers of a model: the beginnings of their names in both programs
     block_modules    the modules of a layer
     end_modules      the modules before and behind the layers
@@ -21,6 +22,23 @@ from nanotrain.spec.shape import ModelShape
 
 LEAVES = ("weight", "bias")
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
+# beginnings of the names of a module, or of tensors that Megatron-LM joins to one parameter
+ModuleNames = tuple[str, ...]
+
+
+def read_modules(rows: Sequence[str | list[str]]) -> list[ModuleNames]:
+    """Rows of names.yaml, each a name or a list of them.
+
+    >>> read_modules(["mixer.D", ["mixer.x", "mixer.B"]])
+    [('mixer.D',), ('mixer.x', 'mixer.B')]
+    """
+    return [(row,) if isinstance(row, str) else tuple(row) for row in rows]
+
+
+BUCKET_ORDERS: dict[str, list[ModuleNames]] = {
+    name: read_modules(rows) for name, rows in TABLES["bucket_order"].items()
+}
+MAMBA_CONVOLUTIONS = read_modules(TABLES["mamba_convolutions"])
 EXPERTS = "mlp.experts.experts."
 EXPERT_BIAS = "mlp.router.expert_bias"  # a buffer in Megatron-LM, a router's tensor in nanotrain
 

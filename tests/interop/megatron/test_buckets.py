@@ -9,13 +9,16 @@ import torch
 
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp.tensors import Extent, StoredTensor
+from nanotrain.interop.megatron import buckets
 from nanotrain.interop.megatron.buckets import (
     BucketState,
     Layout,
+    ModuleOrder,
     find_buffers,
     has_buckets,
     module_orders,
 )
+from nanotrain.interop.megatron.names import BUCKET_ORDERS
 from nanotrain.interop.megatron.placement import Placement
 from nanotrain.spec.boxes import Box
 from tests.interop.megatron.models import LLAMA
@@ -191,8 +194,21 @@ def test_layers_of_virtual_stages() -> None:
 def test_convolutions_of_mamba_are_before_the_others_since_0_19() -> None:
     layout = Layout.from_arguments(ARGUMENTS, num_layers=2)
     earlier, later = module_orders(layout, has_mamba=True)
-    assert module_orders(layout, has_mamba=False) == [earlier]
-    convolutions = [order for order in later if "mixer.conv1d.weight.x" in order]
-    assert later[:1] == convolutions and later[1][0] == "mixer.conv1d.bias.x"
-    assert later[2] == "mixer.dt_bias" and earlier[0] == "mixer.dt_bias"
-    assert sorted(map(str, later)) == sorted(map(str, earlier))
+    (only,) = module_orders(layout, has_mamba=False)
+    assert only.modules == earlier.modules
+    firsts = [names[0] for names in later.modules[:3]]
+    assert firsts == ["mixer.conv1d.weight.x", "mixer.conv1d.bias.x", "mixer.dt_bias"]
+    assert earlier.modules[0] == ("mixer.dt_bias",)
+    assert sorted(later.modules) == sorted(earlier.modules)
+
+
+def test_every_order_has_its_reason(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = BUCKET_ORDERS["local"]
+    orders = [
+        ModuleOrder("before core 0.19", modules[::-1]),
+        ModuleOrder("since core 0.19", [("self_attention.",)]),
+    ]
+    monkeypatch.setattr(buckets, "module_orders", lambda *_, **__: orders)
+    match = "before core 0.19: .* does not begin at .*; since core 0.19: .*"
+    with pytest.raises(CheckpointError, match=match):
+        BucketState(folder, Placement(LLAMA, folder), arguments=ARGUMENTS)

@@ -5,7 +5,15 @@ from collections import Counter
 import pytest
 
 from nanotrain.config.model import ModelConfig
-from nanotrain.interop.megatron.names import TABLES, block_modules, blocks, leaves, rotary_pairs
+from nanotrain.interop.megatron.names import (
+    BUCKET_ORDERS,
+    MAMBA_CONVOLUTIONS,
+    TABLES,
+    block_modules,
+    blocks,
+    leaves,
+    rotary_pairs,
+)
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 from tests.interop.megatron.models import DEEPSEEK, GATED, GPT2, LLAMA, MIXED, MLA, MOE
@@ -43,9 +51,10 @@ def test_rotary_channels_of_mla_alone_have_another_order() -> None:
 def test_every_module_of_a_layer_has_a_place_in_the_buckets() -> None:
     """A missing one would shift all parameters before it: the buckets are filled from the end."""
     found: set[str] = set()
-    for order in TABLES["bucket_order"].values():
-        for module in order:
-            found.update(module if isinstance(module, list) else [module])
+    for order in BUCKET_ORDERS.values():
+        assert [names for names in order if names in MAMBA_CONVOLUTIONS] == MAMBA_CONVOLUTIONS
+        for names in order:
+            found.update(names)
     for table in (*TABLES["mixers"].values(), *TABLES["mlps"].values()):
         experts = {name for name in table if name.startswith("mlp.experts.")}
         assert table.keys() - experts <= found
