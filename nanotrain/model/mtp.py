@@ -18,7 +18,7 @@ with `--calculate-per-token-loss`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,16 @@ def for_repeated_layer(model_config: ModelConfig) -> ModelConfig:
         return model_config
     coefficients = [coefficient / num_predictions for coefficient in moe.aux_loss_coeff]
     return replace(model_config, moe=replace(moe, aux_loss_coeff=coefficients))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One token further that a layer predicts in a microbatch."""
+
+    batch: Batch  # the sequences, shifted by k tokens for the kth prediction of the model
+    scale: float  # of its summed loss, relative to the summed loss of the model
+    # hidden states and their batch -> the summed cross-entropy of unmasked target tokens
+    sum_losses: Callable[[Tensor, Batch], Tensor]
 
 
 class MTPLayer(nn.Module):
@@ -89,11 +99,10 @@ class MTPLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        batches: Sequence[Batch],
+        predictions: Sequence[Prediction],
         *,
         context: LayerContext,
         embed: Callable[[Tensor], Tensor],
-        sum_losses: Sequence[Callable[[Tensor, Batch], Tensor]],
     ) -> tuple[Tensor, ...]:
         """Predict one token further, or several, one after another.
 
@@ -102,11 +111,9 @@ class MTPLayer(nn.Module):
         Args:
             hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of
                 multi-token prediction.
-            batches: the sequences of every prediction, shifted by k tokens for the kth of all.
+            predictions: the predictions of this layer.
             context: context of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
-            sum_losses: of every prediction, hidden states and their batch -> the summed
-                cross-entropy.
 
         Returns:
             hidden states for the next layer, and for every prediction the summed cross-entropy of
@@ -114,14 +121,14 @@ class MTPLayer(nn.Module):
             a scalar until its backward.
         """
         losses = []
-        for batch, sum_loss in zip(batches, sum_losses, strict=True):
-            embedded = self.drop_embedded(embed(batch.tokens), context.dropout)
+        for prediction in predictions:
+            embedded = self.drop_embedded(embed(prediction.batch.tokens), context.dropout)
             hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
             # a recomputed prediction sends its tokens by its own split sizes
             own_context = replace(context, dispatch_splits={})
             for function in self.block_functions:
                 hidden = function(hidden, own_context)
             hidden = self.final_norm(hidden)
-            losses.append(sum_loss(hidden, batch))
+            losses.append(prediction.sum_losses(hidden, prediction.batch))
         self.loss_sums += torch.stack(losses).detach()
         return hidden, *losses

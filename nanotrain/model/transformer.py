@@ -21,6 +21,7 @@ the meta device. Their names are global on every stage.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ from nanotrain.model.hyper_connections import (
 )
 from nanotrain.model.layer_inputs import LayerInputHalf, LayerInputs, layer_input_state
 from nanotrain.model.moe import MoELayer
-from nanotrain.model.mtp import MTPLayer, for_repeated_layer
+from nanotrain.model.mtp import MTPLayer, Prediction, for_repeated_layer
 from nanotrain.model.norm import LearnedScale, build_norm
 from nanotrain.model.parallel_block import ParallelBlock
 from nanotrain.model.parameters import Parameters
@@ -333,34 +334,34 @@ class Stage(nn.Module):
         self, hidden: Tensor, context: BatchContext, *, layer_context: LayerContext, loss: Tensor
     ) -> Tensor:
         """The loss of the model; its backward also differentiates the losses of further tokens."""
-        predictions = list(zip(context.batch.mtp, context.mtp_scales, strict=False))
-        for layer in self.mtp_layers if predictions else ():
-            own = [predictions.pop(0) for _ in range(layer.num_predictions)]
-            assert self.embedding is not None and self.head is not None, (
-                "multi-token prediction reads both"
-            )
-            sum_losses = []
-            for _, scale in own:
-                grad_scale: float | Tensor | None = None
-                if context.loss_scale is not None:
-                    grad_scale = context.loss_scale * scale
-                sum_losses.append(
-                    partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
-                )
+        if not context.mtp_scales:
+            return loss
+        predictions = iter(self._predictions(context))
+        for layer in self.mtp_layers:
+            assert self.embedding is not None, "multi-token prediction reads the embedding"
+            own = list(islice(predictions, layer.num_predictions))
             # `forward`, not a call: the FSDP hooks of embedding and head must not run, the unit of
             # this layer gathers their parameters
             hidden, *loss_sums = layer(
-                hidden,
-                [batch for batch, _ in own],
-                context=layer_context,
-                embed=self.embedding.forward,
-                sum_losses=sum_losses,
+                hidden, own, context=layer_context, embed=self.embedding.forward
             )
-            for (_, scale), loss_sum in zip(own, loss_sums, strict=True):
-                scaled = scale * loss_sum
+            for prediction, loss_sum in zip(own, loss_sums, strict=True):
+                scaled = prediction.scale * loss_sum
                 # not `attach_loss`: the step scales both by one gradient
                 loss = loss + (scaled - scaled.detach())
         return loss
+
+    def _predictions(self, context: BatchContext) -> list[Prediction]:
+        """All further tokens that the layers of multi-token prediction predict, in order."""
+        assert self.head is not None, "multi-token prediction reads the head"
+        predictions = []
+        for batch, scale in zip(context.batch.mtp, context.mtp_scales, strict=True):
+            grad_scale: float | Tensor | None = None
+            if context.loss_scale is not None:
+                grad_scale = context.loss_scale * scale
+            sum_losses = partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
+            predictions.append(Prediction(batch, scale, sum_losses))
+        return predictions
 
     def _transform(
         self, hidden: Tensor | None, context: BatchContext

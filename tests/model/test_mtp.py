@@ -156,3 +156,9 @@ def test_a_last_stage_without_layers_of_its_own_keeps_the_window():
     for stage in (whole, last):
         sums.append(loss_sums(stage))
     assert torch.equal(*sums)
+
+
+def test_every_prediction_has_a_scale() -> None:
+    stage, batch = randomize(build(MTP)), random_batch()
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        stage(None, BatchContext(batch.with_mtp(2), mtp_scales=SCALES[:1]))
