@@ -211,7 +211,7 @@ def invariant_parallel(parallel: ModelParallel, config: Config, *, dp: int) -> M
 def make_invariant(stage: nn.Module, blocks: UnitBlocks) -> None:
     """Replace the implementations of the modules of a built stage.
 
-    Gradients of parameters are fp64 from here on, as those of the flat buffers.
+    Gradients of parameters are fp64 from here on, as the gradients in the flat buffers are.
     """
     for name, module in list(stage.named_modules()):
         implementation = IMPLEMENTATIONS.get(type(module))

@@ -1,7 +1,7 @@
 """The rotary key of multi-head latent attention, which all heads share, with `--invariant`.
 
-Its gradient is a sum over heads: those of a block of weights one after another, then the blocks in
-a fixed tree.
+Its gradient is a sum over heads: the addends of a block of weights one after another, then the sums
+of the blocks in a fixed tree.
 
     B batch   S sequence   N heads   R rotary channels
 """

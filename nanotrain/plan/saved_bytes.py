@@ -57,7 +57,7 @@ class StageBytes:
 class BlockBytes:
     """Bytes of the blocks of a stage, or of its layers of multi-token prediction.
 
-    The fields are those of `StageBytes`.
+    `StageBytes` describes the fields.
     """
 
     kept: int

@@ -71,9 +71,9 @@ def export_weights(
         model_config: configuration of the model, its vocabulary size set.
         tensors: (parameter name, full tensor with padding) in any order, every parameter once. A
             lazy stream is read one by one, so at most about one file is in memory.
-        dtype: dtype of the written weights, "fp32", "bf16" or "fp16"; "auto" for the one of each
-            tensor in the origin, and for others that of most tensors there. One line says which
-            tensors change.
+        dtype: dtype of the written weights, "fp32", "bf16" or "fp16". With "auto" a tensor has its
+            dtype in the origin; a tensor that the origin lacks has the most frequent dtype there.
+            One line says which tensors change.
         family: a key of FAMILIES; None selects the family of the model's origin, else the first
             that can represent the model.
         companions: sources of tokenizer, generation_config.json and config.json.

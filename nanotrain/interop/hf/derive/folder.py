@@ -146,8 +146,8 @@ def _read_entries(
 ) -> tuple[Any, Row]:
     """The entries with defaults, and the row's tables about them.
 
-    Defaults are transformers' class's. Without a class they are the literal defaults in the text of
-    the folder's configuration class.
+    The defaults come from the configuration class of transformers. Without one they are the literal
+    defaults in the text of the folder's configuration class.
     """
     if configuration is None:
         return understand(raw), {}
