@@ -77,18 +77,20 @@ def test_multi_token_prediction_trains_as_on_one_rank(row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory",
+    ("memory", "options"),
     [
-        {"recompute_granularity": "full"},
-        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        ({"recompute_granularity": "full"}, {}),
+        # all messages have one size, so wrong counts would change the gradients alone
+        ({"recompute_granularity": "full"}, {"moe_expert_rank_capacity_factor": 2.0}),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, {}),
     ],
     ids=str,
 )
 def test_every_pass_of_a_repeated_layer_is_recomputed_with_its_own_rows(
-    memory: dict[str, Any],
+    memory: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Both predictions send rows by one dispatcher, in numbers of their own."""
-    row: Row = ("repeated experts", 2, {"strategy": "optim_grads", "ep": 2}, {})
+    row: Row = ("repeated experts", 2, {"strategy": "optim_grads", "ep": 2}, options)
     assert_row_trains_as_one_rank(row, MODELS, memory=memory)
 
 
