@@ -26,6 +26,7 @@ from nanotrain.cli.launch import print_verdict
 from nanotrain.comm.generation_store import GenerationStore
 from nanotrain.comm.generations import PREFIX, SUPERVISED
 from nanotrain.config.load import load
+from nanotrain.errors import CorruptState
 from nanotrain.launch.supervisor import (
     LOCAL,
     Limits,
@@ -58,7 +59,7 @@ pytestmark = pytest.mark.timeout(600)
 class Trouble:
     """What befalls a rank, each time that it is in a generation of `generations`."""
 
-    how: str  # kill, stop or raise
+    how: str  # kill, stop, raise, or differ: an error that all ranks raise
     rank: int = 1
     step: int = 6
     where: str = "step"  # step, restore, memory save, or disk save in the background
@@ -71,6 +72,8 @@ class Trouble:
             time.sleep(0.01)
         if self.how == "raise":
             raise ValueError("a bit of bad luck")
+        if self.how == "differ":
+            raise CorruptState("replicas differ")
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
 
 
@@ -396,6 +399,21 @@ def test_an_error_that_comes_twice_in_one_step_ends_the_run_with_its_verdict(
     assert [row["step"] for row in job.restarts] == [4]
     print_verdict(job.run, job.failed, since_s=0.0)
     assert "verdict: stop: rank 1: ValueError: a bit of bad luck" in capfd.readouterr().err
+
+
+@pytest.mark.more_layouts
+def test_an_error_of_all_ranks_has_its_verdict_though_the_first_one_has_left(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(folder / "differ", 3)
+    differ = [Trouble("differ", rank, step=7, generations=(2,)) for rank in (1, 2)]
+    line = arguments(job.run, FLAGS, f"{IN_PLACE} --inprocess-min-ranks 1")
+    job.train(line, Trouble("kill", 0, generations=AGAIN), *differ)
+    assert job.failed == {1: 2}, job.output  # the other one waits for its message
+    print_verdict(job.run, job.failed, since_s=0.0)
+    verdict = capfd.readouterr().err.splitlines()[-1]
+    assert verdict.startswith("verdict: restart: from the newest checkpoint"), verdict
+    assert verdict.endswith("CorruptState: replicas differ")
 
 
 @pytest.mark.more_layouts
