@@ -216,7 +216,7 @@ def test_zsh_loads_the_functions_of_bash_first(capsys):
 @pytest.mark.parametrize("more", [[], ["--explain"], ["--cfg", "job"]])
 @pytest.mark.parametrize("command", ["config", "train"])
 def test_config_refuses_the_layouts_that_a_training_refuses(command, more, capsys, monkeypatch):
-    monkeypatch.setattr(train_main, "train", lambda loaded: None)
+    monkeypatch.setattr(train_main, "train", lambda loaded, reporter: None)
     layout = ["+config=llama7b", "--tensor-model-parallel-size", "3", "--mock-data"]
     assert main([command, *layout, *more]) == 2
     refused = capsys.readouterr().err
