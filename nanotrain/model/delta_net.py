@@ -41,7 +41,12 @@ from nanotrain.model.context import (
 )
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
+from nanotrain.model.recurrence import (
+    CachedScan,
+    ScanFunctions,
+    ShortConvolution,
+    project_inputs,
+)
 from nanotrain.parallel.cp.linear_attention import delta_rule_over
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.spec.shape import ModelShape
@@ -73,6 +78,7 @@ class GatedDeltaNet(nn.Module):
         self.has_full_gates = sizes.full_rank_gates
         self.decay = params["decay"]
         self.step_bias = params["step_bias"]
+        self.functions = ScanFunctions()
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         self.query = column(*params.linear("query"))
         self.key = column(*params.linear("key"))
@@ -127,12 +133,12 @@ class GatedDeltaNet(nn.Module):
         """Convolutions, decay and correction: the first five fields of `DeltaInputs`."""
         dtype = accumulate_dtype(dt)
         num_heads = len(self.decay)
-        dt = dt.to(dtype) + self.step_bias
+        dt = dt.to(dtype) + self.functions.per_token(self.step_bias, dt)
         decay = self.log_decay(dt.unflatten(-1, (num_heads, -1)))
         query = self.query_conv(query, context)
         key = self.key_conv(key, context)
         value = self.value_conv(value, context)
-        beta = self.max_beta * beta.to(dtype).sigmoid()
+        beta = self.max_beta * self.functions.sigmoid(beta.to(dtype))
         query = split_heads(query, self.key_head_dim)
         key = split_heads(key, self.key_head_dim)
         value = split_heads(value, self.value_head_dim)
@@ -140,11 +146,12 @@ class GatedDeltaNet(nn.Module):
 
     def log_decay(self, dt: Tensor) -> Tensor:
         """The logarithms of the decays, at most 0: [B, S, N, 1 or K] -> the same shape."""
-        rate = self.decay.to(dt.dtype).exp()[:, None]
+        decay = self.functions.per_token(self.decay, dt[..., 0]).to(dt.dtype)
+        rate = self.functions.exp(decay)[..., None]
         if self.decay_bound is not None:
-            return -self.decay_bound * (rate * dt).sigmoid()
+            return -self.decay_bound * self.functions.sigmoid(rate * dt)
         A = -rate
-        return A * F.softplus(dt)
+        return A * self.functions.softplus(dt)
 
     def run_scan(
         self,

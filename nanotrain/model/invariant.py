@@ -42,7 +42,7 @@ from nanotrain.model.invariant_experts import (
     use_token_blocks,
 )
 from nanotrain.model.invariant_mla import use_ordered_heads
-from nanotrain.model.invariant_scan import use_exact_taps, use_grouped_rule, use_grouped_scan
+from nanotrain.model.invariant_scan import use_exact_taps, use_grouped_scan
 from nanotrain.model.mamba import Mamba2
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import MLP
@@ -169,7 +169,7 @@ IMPLEMENTATIONS: dict[type[nn.Module], Callable[[Any, UnitBlocks], Callable[...,
     MultiLatentAttention: use_ordered_heads,
     ShortConvolution: use_exact_taps,
     Mamba2: use_grouped_scan,
-    GatedDeltaNet: use_grouped_rule,
+    GatedDeltaNet: use_grouped_scan,
 }
 
 

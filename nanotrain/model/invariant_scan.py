@@ -14,27 +14,23 @@ The states and the tokens before a chunk are not passed between ranks: cp is 1.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.attention.chunks import accumulate_dtype
 from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.kernels.exact_sums import in_one_form, token_sum
-from nanotrain.model.context import LayerContext, split_heads
+from nanotrain.model.context import LayerContext
 from nanotrain.model.delta_net import GatedDeltaNet
 from nanotrain.model.invariant_elements import InWholeVectors, normalized_rows, per_token
 from nanotrain.model.mamba import Mamba2
-from nanotrain.model.recurrence import ShortConvolution
+from nanotrain.model.recurrence import ScanFunctions, ShortConvolution
 from nanotrain.parallel.tp.invariant import UnitBlocks
 
 SCANNED = ("query", "key", "value", "decay", "beta")  # tensors per token and head
-SILU = InWholeVectors(F.silu)
-SOFTPLUS = InWholeVectors(F.softplus)
-SIGMOID = InWholeVectors(torch.sigmoid)
-EXP = InWholeVectors(torch.exp)
 
 
 class _InOneForm(torch.autograd.Function):
@@ -168,103 +164,24 @@ def use_exact_taps(conv: ShortConvolution, blocks: UnitBlocks) -> Callable[..., 
     return forward
 
 
-@dataclass(frozen=True)
-class InvariantMamba:
-    """The functions of a layer of Mamba-2 around its projections."""
-
-    layer: Mamba2
-    blocks: UnitBlocks
-
-    def prepare_scan(
-        self, x: Tensor, B: Tensor, *, C: Tensor, dt: Tensor, context: LayerContext
-    ) -> tuple[Tensor, ...]:
-        """`Mamba2.prepare_scan` with softplus and exp in whole vectors."""
-        layer = self.layer
-        dtype = accumulate_dtype(x)
-        bias = per_token(layer.step_bias, dt, blocks=self.blocks).to(dtype)
-        step = SOFTPLUS(dt.to(dtype) + bias)
-        step = step.clamp(min=layer.sizes.time_step_min)
-        rate = EXP(per_token(layer.decay, dt, blocks=self.blocks).to(dtype))
-        x = split_heads(layer.value_conv(x, context), layer.sizes.head_dim)
-        B = split_heads(layer.key_conv(B, context), layer.sizes.state_dim)
-        C = split_heads(layer.query_conv(C, context), layer.sizes.state_dim)
-        decay = step * -rate
-        return C, B, x, decay[..., None], step[..., None]
-
-    def run_scan(
-        self,
-        C: Tensor,
-        B: Tensor,
-        *,
-        x: Tensor,
-        decay: Tensor,
-        step: Tensor,
-        starts: Tensor | None,
-    ) -> Tensor:
-        """`Mamba2.run_scan` with an exact sum for the gradient of the skip."""
-        skip = per_token(self.layer.skip, step[..., 0], blocks=self.blocks).to(decay.dtype)
-        inputs = DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts)
-        return self.layer.scan(inputs) + x * skip[..., None]
-
-    def gate_output(self, y: Tensor, z: Tensor) -> Tensor:
-        """`Mamba2.gate_output` with an exact sum for the gradient of the norm's weight."""
-        layer = self.layer
-        gated = y.flatten(2) * SILU(z.to(y.dtype))
-        if layer.norm is None:
-            return gated.to(z.dtype)
-        grouped = gated.unflatten(-1, (layer.num_groups, -1))
-        normed = normalized_rows(grouped, layer.eps).flatten(2).to(z.dtype)
-        return per_token(layer.norm, normed, blocks=self.blocks) * normed
+def scan_functions(blocks: UnitBlocks) -> ScanFunctions:
+    """The elementwise functions of a layer, in whole vectors and with exact sums over tokens."""
+    return ScanFunctions(
+        softplus=InWholeVectors(F.softplus),
+        exp=InWholeVectors(torch.exp),
+        silu=InWholeVectors(F.silu),
+        sigmoid=InWholeVectors(torch.sigmoid),
+        per_token=partial(per_token, blocks=blocks),
+        normalize_rows=normalized_rows,
+    )
 
 
-def use_grouped_scan(layer: Mamba2, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Change a layer of Mamba-2 to scan one group at a time; returns its forward."""
+def use_grouped_scan(layer: Mamba2 | GatedDeltaNet, blocks: UnitBlocks) -> Callable[..., Tensor]:
+    """Change a layer to scan one group at a time; returns its forward."""
     assert not layer.value_conv.communicates, "states are not passed between ranks"
-    functions: Any = InvariantMamba(layer, blocks)
     layer.scan = GroupedScan(layer.scan)
-    layer.prepare_scan = functions.prepare_scan  # type: ignore[method-assign]
-    layer.run_scan = functions.run_scan  # type: ignore[method-assign]
-    layer.gate_output = functions.gate_output  # type: ignore[method-assign]
-    forward: Callable[..., Tensor] = layer.forward
-    return forward
-
-
-@dataclass(frozen=True)
-class InvariantDeltaNet:
-    """The functions of a gated DeltaNet around its projections."""
-
-    layer: GatedDeltaNet
-    blocks: UnitBlocks
-
-    def prepare_scan(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        value: Tensor,
-        dt: Tensor,
-        beta: Tensor,
-        context: LayerContext,
-    ) -> tuple[Tensor, ...]:
-        """`GatedDeltaNet.prepare_scan`, with a decay per head."""
-        layer = self.layer
-        dtype = accumulate_dtype(dt)
-        bias = per_token(layer.step_bias, dt, blocks=self.blocks).to(dtype)
-        rate = EXP(per_token(layer.decay, dt, blocks=self.blocks).to(dtype))
-        decay = -rate * SOFTPLUS(dt.to(dtype) + bias)
-        query = split_heads(layer.query_conv(query, context), layer.key_head_dim)
-        key = split_heads(layer.key_conv(key, context), layer.key_head_dim)
-        value = split_heads(layer.value_conv(value, context), layer.value_head_dim)
-        beta = layer.max_beta * SIGMOID(beta.to(dtype))
-        return query, key, value, decay[..., None], beta[..., None]
-
-
-def use_grouped_rule(layer: GatedDeltaNet, blocks: UnitBlocks) -> Callable[..., Tensor]:
-    """Change a gated DeltaNet to scan one group at a time; returns its forward."""
-    assert not layer.value_conv.communicates, "states are not passed between ranks"
-    functions: Any = InvariantDeltaNet(layer, blocks)
-    layer.scan = GroupedScan(layer.scan)
-    layer.prepare_scan = functions.prepare_scan  # type: ignore[method-assign]
-    layer.activation = InWholeVectors(layer.activation)
+    layer.functions = scan_functions(blocks)
+    if isinstance(layer, GatedDeltaNet):
+        layer.activation = InWholeVectors(layer.activation)
     forward: Callable[..., Tensor] = layer.forward
     return forward

@@ -39,7 +39,12 @@ from nanotrain.model.context import (
     split_heads,
 )
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
+from nanotrain.model.recurrence import (
+    CachedScan,
+    ScanFunctions,
+    ShortConvolution,
+    project_inputs,
+)
 from nanotrain.parallel.cp.linear_attention import Rule, scan_over
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -68,6 +73,7 @@ class Mamba2(nn.Module):
         self.skip = params["skip"]
         self.norm = params.get("norm")
         self.eps = model_config.norm_epsilon
+        self.functions = ScanFunctions()
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         narrow = replace(parallel.tp, fp8=None)  # too few outputs for fp8
         self.gate = column(*params.linear("gate"))
@@ -109,12 +115,13 @@ class Mamba2(nn.Module):
         x = split_heads(x, self.sizes.head_dim)
         B = split_heads(B, self.sizes.state_dim)
         C = split_heads(C, self.sizes.state_dim)
-        step_bias = self.step_bias.to(dtype)
-        dt = F.softplus(dt.to(dtype) + step_bias)
+        step_bias = self.functions.per_token(self.step_bias, dt).to(dtype)
+        decay = self.functions.per_token(self.decay, dt).to(dtype)
+        dt = self.functions.softplus(dt.to(dtype) + step_bias)
         dt = dt.clamp(min=self.sizes.time_step_min)
         dt = dt[..., None]
-        decay_rate = self.decay.to(dtype).exp()
-        A = -decay_rate[:, None]
+        decay_rate = self.functions.exp(decay)
+        A = -decay_rate[..., None]
         return C, B, x, dt * A, dt
 
     def run_scan(
@@ -128,7 +135,7 @@ class Mamba2(nn.Module):
         starts: Tensor | None,
     ) -> Tensor:
         """The results of `prepare_scan` -> scan + D x, [batch, S, N, P] in fp32."""
-        D = self.skip.to(decay.dtype)[:, None]
+        D = self.functions.per_token(self.skip, step[..., 0]).to(decay.dtype)[..., None]
         A = -self.decay.to(decay.dtype).exp()
         inputs = DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts, A=A)
         return self.scan(inputs) + x * D
@@ -140,14 +147,14 @@ class Mamba2(nn.Module):
             y: [batch, S, N, P].
             z: [batch, S, N P].
         """
-        gate = F.silu(z.to(y.dtype))
+        gate = self.functions.silu(z.to(y.dtype))
         y = y.flatten(2) * gate
         if self.norm is None:
             return y.to(z.dtype)
         group_size = y.shape[-1] // self.num_groups
         grouped = y.unflatten(-1, (-1, group_size))
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
-        return self.norm * normed.flatten(2).to(z.dtype)
+        normed = self.functions.normalize_rows(grouped, self.eps).flatten(2).to(z.dtype)
+        return self.functions.per_token(self.norm, normed) * normed
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The scan that starts from the state after the tokens so far."""

@@ -1,5 +1,6 @@
 """Parts of recurrent layers, with context parallelism and in generation.
 
+ScanFunctions      the elementwise functions of a layer around its scan
 ShortConvolution   a depthwise causal convolution; it reads the tokens before each chunk
 CachedScan         a scan for generation, which starts from the state of the previous call
 project_inputs     several projections of one input
@@ -9,11 +10,12 @@ D channels   K kernel size
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.attention.convolution import short_convolution
@@ -25,6 +27,29 @@ from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
 
 # tokens preceded by the K - 1 tokens before them, and their segment ids
 Window = tuple[Tensor, Tensor | None]
+
+
+def _broadcast(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight of the last dim of x, which operators broadcast over tokens."""
+    return weight
+
+
+def _normalize_rows(x: Tensor, eps: float) -> Tensor:
+    """[..., D] divided by the root of the mean square of every row."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+@dataclass(frozen=True)
+class ScanFunctions:
+    """The elementwise functions of a layer around its scan, chosen when the layer is built."""
+
+    softplus: Callable[[Tensor], Tensor] = F.softplus
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    silu: Callable[[Tensor], Tensor] = F.silu
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    # a weight [D] for x [..., D]
+    per_token: Callable[[Tensor, Tensor], Tensor] = _broadcast
+    normalize_rows: Callable[[Tensor, float], Tensor] = _normalize_rows
 
 
 class ShortConvolution(nn.Module):
